@@ -1,0 +1,74 @@
+"""Archive what happens inside a PyTorch model while it trains, and ask about it later.
+
+Recording (``record``) and reading (``open``) load apart: opening a run imports neither torch nor any of the recording code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hookstore.errors import (
+    CaptureWarning,
+    ClockError,
+    CorruptRunError,
+    FormatVersionError,
+    HookstoreError,
+    MissingCaptureError,
+    NotARunError,
+    OptionError,
+    RecorderClosedError,
+    RunExistsError,
+    SelectionError,
+    UnknownLayerError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from hookstore.recorder import Progress, Recorder, record
+    from hookstore.run import Captures, LayerRun, Run, RunInfo, open  # noqa: A004
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureWarning",
+    "Captures",
+    "ClockError",
+    "CorruptRunError",
+    "FormatVersionError",
+    "HookstoreError",
+    "LayerRun",
+    "MissingCaptureError",
+    "NotARunError",
+    "OptionError",
+    "Progress",
+    "Recorder",
+    "RecorderClosedError",
+    "Run",
+    "RunExistsError",
+    "RunInfo",
+    "SelectionError",
+    "UnknownLayerError",
+    "UnsupportedModelError",
+    "__version__",
+    "open",
+    "record",
+]
+
+_RECORDING = ("Progress", "Recorder", "record")
+_READING = ("Captures", "LayerRun", "Run", "RunInfo", "open")
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name in _RECORDING:
+        from hookstore import recorder
+
+        return getattr(recorder, name)
+    if name in _READING:
+        from hookstore import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module 'hookstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

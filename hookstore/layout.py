@@ -1,0 +1,164 @@
+"""Which array, chunk and shard a capture goes to."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hookstore.format import CHUNK_ALIGNMENT_BYTES, CRC_BYTES, DTYPES, PAGE_BYTES, ArraySpec, align, array_name, fits_chunk, shard_shape, size_class
+from hookstore.schedule import Coordinates
+
+if TYPE_CHECKING:
+    from hookstore.staging import Region
+
+_REGION_BYTES = 4 << 20  # large enough that a write costs its bytes and not its call
+_FIRST_REGION_BYTES = 64 << 10
+
+
+class Array:
+    """One array of the run while it is recorded: what is fixed, and its open staging region.
+
+    Attributes
+    ----------
+    spec : ArraySpec
+        What is fixed.
+    chunk_bytes, stride_bytes : int
+        Taken from ``spec`` once.
+    region : Region or None
+        The region that takes the next captures; guarded by the stager's lock.
+    region_bytes : int
+        Size that the next region asks for. It doubles each time one is filled, so that arrays with few captures keep little memory.
+    """
+
+    __slots__ = ("chunk_bytes", "itemsize", "region", "region_bytes", "spec", "stride_bytes")
+
+    def __init__(self, spec: ArraySpec) -> None:
+        self.spec = spec
+        self.chunk_bytes = spec.chunk_bytes
+        self.stride_bytes = spec.stride_bytes
+        self.itemsize = DTYPES[spec.dtype].itemsize
+        self.region: Region | None = None
+        self.region_bytes = align(max(self.stride_bytes, _FIRST_REGION_BYTES), PAGE_BYTES)
+
+    def grow_region(self) -> None:
+        """Ask for a larger region next time."""
+        if self.region_bytes < _REGION_BYTES:
+            self.region_bytes = min(2 * self.region_bytes, _REGION_BYTES)
+
+
+@dataclass(slots=True)
+class Capture:
+    """One tensor on its way to disk: everything that its manifest row needs and that only the hook knows.
+
+    Not frozen: the stager fills in the last five fields, once, before it hands the capture over; a copy per capture would cost more than the rest.
+
+    Attributes
+    ----------
+    layer, kind, leaf, dtype : str
+        What it is.
+    coordinates : Coordinates
+        Phase, epoch and batch of the forward.
+    call, backward, step : int
+        Which call of the layer in that batch, which backward over that forward, optimizer steps done before the forward.
+    shape : tuple of int
+        True shape.
+    wall_time_us : int
+        Microseconds since the epoch of Unix time.
+    array : Array or None
+        Where its bytes go; ``None`` where it has none (an empty tensor, a gap).
+    entry, slot : int
+        Entry in the shard's index, slot in the staging region.
+    status, reason : str
+        As in the manifest.
+    """
+
+    layer: str
+    kind: str
+    leaf: str
+    dtype: str
+    coordinates: Coordinates
+    call: int
+    backward: int
+    step: int
+    shape: tuple[int, ...]
+    wall_time_us: int
+    array: Array | None = None
+    entry: int = 0
+    slot: int = 0
+    status: str = "ok"
+    reason: str = ""
+
+
+class ArrayCatalog:
+    """Finds the array for a capture, and makes one where none fits.
+
+    Parameters
+    ----------
+    every : int
+        One batch in so many is recorded.
+    num_epochs : int or None
+        Epochs of the run, where known.
+    rank : int
+        Rank of this process.
+    codec : dict
+        For each dtype the codec of its arrays as canonical JSON, or ``None``.
+    """
+
+    def __init__(self, *, every: int, num_epochs: int | None, rank: int, codec: dict[str, str | None]) -> None:
+        self._every = every
+        self._num_epochs = num_epochs
+        self._rank = rank
+        self._codec = codec
+        self._lock = threading.Lock()
+        self._by_shape: dict[tuple[object, ...], Array] = {}
+        self._by_group: dict[tuple[str, str, str, str, bool], list[Array]] = {}
+
+    def find(
+        self, layer: str, kind: str, leaf: str, dtype: str, phase: str, shape: tuple[int, ...], *, calls: bool, epoch_batches: int | None
+    ) -> Array:
+        """Return the array for a capture of that shape (which has at least one element)."""
+        key = (layer, kind, leaf, dtype, phase, shape, calls)
+        array = self._by_shape.get(key)
+        if array is None:
+            with self._lock:
+                array = self._by_shape.get(key) or self._place(layer, kind, leaf, dtype, phase, shape, calls, epoch_batches)
+                self._by_shape[key] = array
+        return array
+
+    def _place(
+        self, layer: str, kind: str, leaf: str, dtype: str, phase: str, shape: tuple[int, ...], calls: bool, epoch_batches: int | None  # noqa: FBT001
+    ) -> Array:
+        siblings = self._by_group.setdefault((layer, kind, leaf, phase, calls), [])
+        for array in siblings:
+            if array.spec.dtype == dtype and fits_chunk(shape, array.spec.chunk_shape):
+                return array
+        reference = siblings[0].spec if siblings else None
+        chunk = size_class(shape, reference.chunk_shape) if reference else shape
+        name = array_name(
+            kind,
+            leaf=leaf,
+            phase=phase,
+            dtype=dtype if reference and reference.dtype != dtype else "",
+            chunk=chunk if reference and reference.chunk_shape != chunk else None,
+            calls=calls,
+            rank=self._rank,
+        )
+        stored_bytes = align(DTYPES[dtype].itemsize * math.prod(chunk) + CRC_BYTES, CHUNK_ALIGNMENT_BYTES)
+        spec = ArraySpec(
+            layer=layer,
+            kind=kind,
+            phase=phase,
+            leaf=leaf,
+            dtype=dtype,
+            name=name,
+            chunk_shape=chunk,
+            shard_shape=shard_shape(stored_bytes, every=self._every, epoch_batches=epoch_batches, num_epochs=self._num_epochs, calls=calls),
+            rank=self._rank,
+            codec=self._codec[dtype],
+        )
+        array = Array(spec)
+        siblings.append(array)
+        return array
+

@@ -1,0 +1,262 @@
+"""The manifest: one row per captured tensor, first in the journal, then in Parquet parts.
+
+A journal segment is a file of checksummed frames that only grows; what is in it survives a kill. When it is long enough it becomes a Parquet part of the
+same rows and is deleted. The journal is read first and the parts after it, so that a reader misses nothing that moves meanwhile; a part takes the
+place of its segment.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from crc32c import crc32c
+
+from hookstore.errors import CorruptRunError
+from hookstore.format import (
+    FRAME_BYTES,
+    FRAME_FORMAT,
+    FRAME_ROWS,
+    FRAME_SCHEMA,
+    FRAME_SYNC,
+    JOURNAL_DIR,
+    MANIFEST_COLUMNS,
+    MANIFEST_DIR,
+    SEGMENT_ROWS,
+    SYNC_FORMAT,
+    Row,
+    parse_part_name,
+    parse_segment_name,
+    part_name,
+    segment_name,
+)
+from hookstore.shards import sync_directory, write_atomically
+
+_TYPES: dict[str, pa.DataType] = {
+    "string": pa.string(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "uint32": pa.uint32(),
+    "float64": pa.float64(),
+    "list<int64>": pa.list_(pa.int64()),
+    "timestamp[us, UTC]": pa.timestamp("us", tz="UTC"),
+}
+SCHEMA = pa.schema([pa.field(name, _TYPES[kind], nullable=name == "loss_scale") for name, kind, _ in MANIFEST_COLUMNS])
+
+# Neighbouring rows differ by little in these, and dictionaries would not pay.
+_DELTA_COLUMNS = ("wall_time", "offset")
+_PLAIN_COLUMNS = ("crc32c",)
+
+
+def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
+    """Turn rows into a record batch of the manifest's schema."""
+    columns = zip(*rows, strict=True)
+    return pa.RecordBatch.from_arrays([pa.array(column, type=field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> bytes:
+    """Serialise the rows that a shard carries as an Arrow IPC stream, after those that it carried before."""
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, SCHEMA) as stream:
+        for batch in stream_to_rows(earlier) if earlier else ():
+            stream.write_batch(batch)
+        for batch in batches:
+            stream.write_batch(batch)
+    return sink.getvalue()
+
+
+def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
+    """Read what `rows_to_stream` wrote."""
+    with pa.ipc.open_stream(stream) as reader:
+        return list(reader)
+
+
+class ManifestWriter:
+    """Writes the journal and the parts of one process; used by one thread.
+
+    Parameters
+    ----------
+    run_path : str
+        The run; its ``manifest`` and ``journal`` directories exist.
+    rank, attempt : int
+        Part of every file name, so that no two processes write one file.
+    """
+
+    def __init__(self, run_path: str, rank: int = 0, attempt: int = 0) -> None:
+        self._journal_path = os.path.join(run_path, JOURNAL_DIR)
+        self._manifest_path = os.path.join(run_path, MANIFEST_DIR)
+        self._rank = rank
+        self._attempt = attempt
+        self._index = -1
+        self._descriptor = -1
+        self._batches: list[pa.RecordBatch] = []
+        self._num_rows = 0
+
+    @property
+    def is_segment_full(self) -> bool:
+        """Whether the segment has enough rows to become a part."""
+        return self._num_rows >= SEGMENT_ROWS
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Acknowledge rows: when this returns they survive a kill of the process. Their bytes must have been written before."""
+        if self._descriptor < 0:
+            self._begin_segment()
+        self._write_frame(FRAME_ROWS, batch.serialize())
+        self._batches.append(batch)
+        self._num_rows += batch.num_rows
+
+    def mark_durable(self) -> None:
+        """Note in the journal that the bytes of all rows so far are on the device, and bring the journal there too."""
+        if self._descriptor >= 0:
+            self._write_frame(FRAME_SYNC, struct.pack(SYNC_FORMAT, self._num_rows))
+            os.fsync(self._descriptor)
+
+    def finish_segment(self) -> None:
+        """Turn the segment into a Parquet part. The bytes of its rows must be durable."""
+        if self._descriptor < 0:
+            return
+        contents = encode_part(self._batches)
+        name = part_name(self._rank, self._attempt, self._index, crc32c(contents))
+        write_atomically(os.path.join(self._manifest_path, name), contents)
+        self.close()
+        os.unlink(self._segment_path())
+        self._batches = []
+        self._num_rows = 0
+
+    def close(self) -> None:
+        """Close the segment as it is."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _segment_path(self) -> str:
+        return os.path.join(self._journal_path, segment_name(self._rank, self._attempt, self._index))
+
+    def _begin_segment(self) -> None:
+        self._index += 1
+        self._descriptor = os.open(self._segment_path(), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._write_frame(FRAME_SCHEMA, SCHEMA.serialize())
+        sync_directory(self._journal_path)
+
+    def _write_frame(self, kind: int, payload: pa.Buffer | bytes) -> None:
+        contents = bytes(payload)
+        frame = _frame_header(kind, contents) + contents
+        view = memoryview(frame)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+def _frame_header(kind: int, payload: bytes) -> bytes:
+    head = struct.pack("<II", len(payload), kind)
+    return head + crc32c(payload, crc32c(head)).to_bytes(4, "little")
+
+
+def encode_part(batches: Sequence[pa.RecordBatch]) -> bytes:
+    """Encode rows as one Parquet file, with page checksums."""
+    table = pa.Table.from_batches(batches, schema=SCHEMA).combine_chunks()
+    plain = {*_DELTA_COLUMNS, *_PLAIN_COLUMNS}
+    sink = io.BytesIO()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        use_dictionary=["shape.list.element" if field.name == "shape" else field.name for field in SCHEMA if field.name not in plain],
+        column_encoding=dict.fromkeys(_DELTA_COLUMNS, "DELTA_BINARY_PACKED"),
+        write_page_checksum=True,
+        coerce_timestamps="us",
+    )
+    return sink.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What could be read of a journal segment.
+
+    Attributes
+    ----------
+    batches : list of pyarrow.RecordBatch
+        Its acknowledged rows.
+    num_durable : int
+        How many of them are known to be durable.
+    num_bytes : int
+        Bytes up to the end of the last whole frame.
+    """
+
+    batches: list[pa.RecordBatch]
+    num_durable: int
+    num_bytes: int
+
+
+def read_segment(contents: bytes) -> Segment:
+    """Read a journal segment up to the first frame that is torn or damaged."""
+    batches: list[pa.RecordBatch] = []
+    num_durable = position = 0
+    schema: pa.Schema | None = None
+    while len(contents) - position >= FRAME_BYTES:
+        length, kind, crc = struct.unpack_from(FRAME_FORMAT, contents, position)
+        payload = contents[position + FRAME_BYTES : position + FRAME_BYTES + length]
+        if len(payload) < length or crc32c(payload, crc32c(contents[position : position + 8])) != crc:
+            break
+        if kind == FRAME_SCHEMA:
+            schema = pa.ipc.read_schema(pa.py_buffer(payload))
+        elif kind == FRAME_ROWS and schema is not None:
+            batches.append(pa.ipc.read_record_batch(pa.py_buffer(payload), schema))
+        elif kind == FRAME_SYNC:
+            num_durable = struct.unpack(SYNC_FORMAT, payload)[0]
+        position += FRAME_BYTES + length
+    return Segment(batches, num_durable, position)
+
+
+def read_manifest(run_path: str) -> pa.Table:
+    """Read every acknowledged row of a run, live, killed or finished, in the order in which they were acknowledged.
+
+    Returns
+    -------
+    pyarrow.Table
+        Schema `SCHEMA`.
+
+    Raises
+    ------
+    CorruptRunError
+        If a part does not match the checksum in its name.
+    """
+    pieces: dict[tuple[int, int, int], pa.Table] = {}
+    for name in _listdir(os.path.join(run_path, JOURNAL_DIR)):
+        key = parse_segment_name(name)
+        if key is None:
+            continue
+        try:
+            with open(os.path.join(run_path, JOURNAL_DIR, name), "rb") as file:
+                segment = read_segment(file.read())
+        except FileNotFoundError:
+            continue  # it has become a part since the listing
+        pieces[key] = pa.Table.from_batches([batch.cast(SCHEMA) for batch in segment.batches], schema=SCHEMA)
+    for name in _listdir(os.path.join(run_path, MANIFEST_DIR)):
+        parsed = parse_part_name(name)
+        if parsed is not None:
+            pieces[parsed[0]] = _read_part(os.path.join(run_path, MANIFEST_DIR, name), parsed[1])
+    ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
+    return pa.concat_tables(ordered) if ordered else SCHEMA.empty_table()
+
+
+def _read_part(path: str, crc: int) -> pa.Table:
+    with open(path, "rb") as file:
+        contents = file.read()
+    found = crc32c(contents)
+    if found != crc:
+        raise CorruptRunError(
+            f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
+        )
+    return pq.read_table(pa.BufferReader(contents), page_checksum_verification=True).cast(SCHEMA)
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,428 @@
+"""`record`: the only place where the parts are wired together."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, SupportsIndex, TypeVar
+
+import torch
+from torch import nn
+
+from hookstore import __version__
+from hookstore.device import Devices, allocate_host, check_device
+from hookstore.errors import CaptureWarning, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
+from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
+from hookstore.hooks import TORCH_DTYPES, ModelHooks, Sink
+from hookstore.layout import Array, ArrayCatalog
+from hookstore.schedule import Batches, Clock, Placed, Schedule, When
+from hookstore.selection import Layer, LayerPattern, select_layers
+from hookstore.shards import codec_metadata, sync_directory, write_atomically
+from hookstore.staging import Stager
+from hookstore.writer import Writer
+
+Item = TypeVar("Item")
+
+_KINDS_NOW = ("activation", "gradient", "input", "parameter")
+_LEAST_BUFFER_BYTES = 64 << 10
+_DEVICE_RING_BYTES = 256 << 20
+
+_ACTIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a recorder has come.
+
+    Attributes
+    ----------
+    num_captured, captured_bytes : int
+        Tensors staged so far, and their bytes with padding.
+    num_acknowledged, acknowledged_bytes : int
+        Those that would survive a kill.
+    num_dropped : int
+        Captures dropped because the staging buffer was full.
+    lag_bytes, buffer_bytes : int
+        Staging memory in use, and its size.
+    """
+
+    num_captured: int
+    captured_bytes: int
+    num_acknowledged: int
+    acknowledged_bytes: int
+    num_dropped: int
+    lag_bytes: int
+    buffer_bytes: int
+
+
+def record(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    layers: LayerPattern | Iterable[LayerPattern] | None = None,
+    kinds: str | Iterable[str] = ("activation",),
+    every: SupportsIndex = 1,
+    epochs: When | None = None,
+    batches: When | None = None,
+    phases: str | Iterable[str] = ("train",),
+    dtype: torch.dtype | None = None,
+    codec: str | dict[str, Any] | None = None,
+    mode: str = "x",
+    buffer_bytes: int = 1 << 30,
+    on_full: str = "block",
+    on_error: str = "raise",
+) -> Recorder:
+    """Record a model's activations and gradients into a new run while it trains.
+
+    The model computes the very same values with and without recording. Use the recorder as a context manager; on exit every capture is durable and the
+    model has no hooks left.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The root module, on the CPU or on CUDA devices, not compiled.
+    path : path-like
+        Directory of the run; must not exist or be empty.
+    layers : str, re.Pattern, type, callable, or iterable of these, optional
+        Which layers: globs over ``named_modules()`` names, compiled regular expressions (searched), module types, predicates ``(name, module) -> bool``.
+        The root is ``""``. By default every module without children.
+    kinds : str or iterable of str
+        ``"activation"`` (what the module returns), ``"gradient"`` (of the loss with respect to that), ``"input"`` (what it is called with) and
+        ``"parameter"`` (its own parameters as the forward sees them).
+    every : int
+        Record one batch in so many, from batch 0 of each epoch on.
+    epochs, batches : int, iterable of int, callable, optional
+        Record only these.
+    phases : str or iterable of str
+        ``"train"`` and ``"eval"``: modes of the root module that are recorded.
+    dtype : torch.dtype, optional
+        Cast floating-point captures to this dtype, which must be floating-point too.
+    codec : None, "zstd", "lz4" or dict
+        Compressor; a dict is Zarr v3 codec metadata. Encoding runs in threads of its own.
+    mode : "x"
+        Create a run; refuse a directory that holds anything.
+    buffer_bytes : int
+        Size of the staging buffer, the bound on host memory (default 1 GiB).
+    on_full : "block" or "drop"
+        When the buffer is full: wait for the writer, or drop the capture and say so in the manifest.
+    on_error : "raise" or "disable"
+        When the writer fails: raise its exception at the next capture, flush or close, or warn and stop capturing.
+
+    Returns
+    -------
+    Recorder
+        Already recording.
+
+    Raises
+    ------
+    OptionError
+        For an argument that cannot be used (a ``ValueError``); `SelectionError` for layers that match nothing.
+    RunExistsError
+        If the directory holds something.
+    UnsupportedModelError
+        If hooks cannot follow the model.
+    """
+    _check_model(model)
+    wanted = _check_kinds(kinds)
+    schedule = Schedule.build(every=every, epochs=epochs, batches=batches, phases=phases)
+    _check_choice("mode", mode, ("x",))
+    _check_choice("on_full", on_full, ("block", "drop"))
+    _check_choice("on_error", on_error, ("raise", "disable"))
+    if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < _LEAST_BUFFER_BYTES:
+        raise OptionError(f"buffer_bytes: expected at least {_LEAST_BUFFER_BYTES:,} bytes, got {buffer_bytes!r}", option="buffer_bytes")
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in TORCH_DTYPES):
+        raise OptionError(f"dtype: expected a floating-point torch.dtype such as torch.float16, got {dtype!r}", option="dtype")
+    codecs = {name: codec_metadata(codec, name) for name in DTYPES}
+    selected = select_layers(model, layers)
+    description = {
+        "kinds": list(wanted),
+        "every": schedule.every,
+        "phases": sorted(schedule.phases),
+        "dtype": None if dtype is None else TORCH_DTYPES[dtype],
+        "codec": None if codecs["float32"] is None else json.loads(codecs["float32"]),
+    }
+    run_path = _create_run(path, model, selected, description)
+    return Recorder(
+        model,
+        run_path,
+        layers=selected,
+        kinds=wanted,
+        schedule=schedule,
+        dtype=None if dtype is None else TORCH_DTYPES[dtype],
+        codecs=codecs,
+        buffer_bytes=align(buffer_bytes, PAGE_BYTES),
+        drop_when_full=on_full == "drop",
+        disable_on_failure=on_error == "disable",
+    )
+
+
+class Recorder:
+    """A recording under way; made by `record`.
+
+    Attributes
+    ----------
+    path : str
+        Directory of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        *,
+        layers: list[Layer],
+        kinds: tuple[str, ...],
+        schedule: Schedule,
+        dtype: str | None,
+        codecs: dict[str, str | None],
+        buffer_bytes: int,
+        drop_when_full: bool,
+        disable_on_failure: bool,
+    ) -> None:
+        self.path = path
+        self._layer_names = [layer.name for layer in layers]
+        self._disable_on_failure = disable_on_failure
+        self._is_closed = False
+        root = weakref.ref(model)
+
+        def phase() -> str:
+            module = root()
+            return "train" if module is None or module.training else "eval"
+
+        self._clock = Clock(schedule, phase)
+        catalog = ArrayCatalog(every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs)
+        pinned = any(parameter.is_cuda for parameter in model.parameters())
+        self._stager = Stager(
+            allocate_host(buffer_bytes, pinned=pinned), Devices(_DEVICE_RING_BYTES), catalog, drop_when_full=drop_when_full, encode=self._encode
+        )
+        self._writer = Writer(path, self._stager, num_epochs=schedule.num_epochs, epoch_batches=lambda: self._clock.epoch_batches)
+        self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure)
+        self._hooks = ModelHooks(model, layers, kinds, self._sink)
+        self._clock.on_tick = self._hooks.update
+        self._writer.start()
+        self._hooks.update()
+        _ACTIVE.add(self)
+
+    def _encode(self, array: Array, chunk: memoryview) -> bytes:
+        return self._writer.encoder.encode(array, chunk)
+
+    # The clock ----------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Item], *, epoch: SupportsIndex) -> Batches[Item]:
+        """Iterate over a loader and file what each of its batches computes under that epoch and the batch's number.
+
+        Parameters
+        ----------
+        loader : iterable
+            Any; where it has a length, arrays are laid out for it.
+        epoch : int
+            0, 1, …
+
+        Returns
+        -------
+        Batches
+            Iterable over the loader's items, with its length.
+
+        Raises
+        ------
+        ClockError
+            If the epoch is negative or no whole number.
+        """
+        self._check_open()
+        return self._clock.batches(loader, epoch)
+
+    def at(self, *, epoch: SupportsIndex, batch: SupportsIndex) -> Placed:
+        """Set by hand where the next forwards are filed, until the next ``at`` or ``batches``.
+
+        Used in a ``with`` statement, it puts the clock back at the end.
+
+        Raises
+        ------
+        ClockError
+            If a coordinate is negative or no whole number.
+        """
+        self._check_open()
+        return self._clock.at(epoch, batch)
+
+    # Life cycle ---------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far recording has come; cheap enough for every step."""
+        stager, writer = self._stager, self._writer
+        return Progress(
+            num_captured=stager.num_staged,
+            captured_bytes=stager.staged_bytes,
+            num_acknowledged=writer.num_acknowledged,
+            acknowledged_bytes=writer.acknowledged_bytes,
+            num_dropped=stager.num_dropped,
+            lag_bytes=stager.used_bytes,
+            buffer_bytes=stager.arena_bytes,
+        )
+
+    def flush(self) -> None:
+        """Return when everything captured so far is durable, and readable through `hookstore.open`.
+
+        Raises
+        ------
+        BaseException
+            What stopped the writer, as it was raised there.
+        RecorderClosedError
+            After ``close()``.
+        """
+        self._check_open()
+        if self._sink.is_active:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Remove the hooks, finish the run and end the threads; does nothing the second time.
+
+        Raises
+        ------
+        BaseException
+            What stopped the writer, as it was raised there.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        was_active = self._sink.is_active
+        self._hooks.remove()
+        _ACTIVE.discard(self)
+        try:
+            self._writer.stop()
+        except BaseException as error:
+            if not self._disable_on_failure:
+                raise
+            if was_active:
+                warnings.warn(f"hookstore stopped capturing: the writer failed with {type(error).__name__}: {error}", CaptureWarning, stacklevel=2)
+            return
+        self._warn_about_silent_layers()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self.close()
+        except BaseException as failure:
+            if error is None:
+                raise
+            if error is not failure:  # the user's own exception goes first
+                error.add_note(f"hookstore: the run at {self.path} was not finished: {type(failure).__name__}: {failure}")
+
+    def _warn_about_silent_layers(self) -> None:
+        called = self._sink.num_calls
+        silent = [name for name in self._layer_names if not called.get(name)]
+        if silent and called:
+            shown = ", ".join(map(repr, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
+            warnings.warn(
+                f"selected layers with 0 calls: {shown}. Nothing was captured of them: their forward is called directly, their weights are used by "
+                "another module, or they were compiled",
+                CaptureWarning,
+                stacklevel=3,
+            )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RecorderClosedError(f"the recorder of {self.path} is closed; open the run with hookstore.open")
+
+    def _disown(self) -> None:
+        """Capture nothing in a forked child: the writer lives in the parent."""
+        self._sink.is_active = False
+
+
+def _forget_recorders_in_child() -> None:
+    for recorder in _ACTIVE:
+        recorder._disown()  # noqa: SLF001
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_recorders_in_child)
+
+
+# Checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"{option}: expected {' or '.join(map(repr, choices))}, got {value!r}", option=option)
+
+
+def _check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
+    given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in given:
+        if kind in KINDS and kind not in _KINDS_NOW:
+            raise OptionError(f"kinds: {kind!r} is not implemented yet; there are {', '.join(map(repr, _KINDS_NOW))}", option="kinds")
+        if kind not in KINDS:
+            raise OptionError(f"kinds: expected some of {', '.join(map(repr, _KINDS_NOW))}, got {kind!r}", option="kinds")
+    if not given:
+        raise OptionError(f"kinds is empty: expected some of {', '.join(map(repr, _KINDS_NOW))}", option="kinds")
+    return tuple(kind for kind in KINDS if kind in given)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch.nn.Module, got a {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original")
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedModelError(f"module {name!r} is compiled, which hookstore cannot follow yet; record the model before torch.compile, uncompiled")
+    for parameter in model.parameters():
+        check_device(parameter.device)
+
+
+# The run's directory ----------------------------------------------------------------------------------------------
+
+
+def _create_run(path: str | os.PathLike[str], model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> str:
+    """Make the run's directories and ``run.json``."""
+    run_path = os.path.abspath(os.fspath(path))
+    os.makedirs(os.path.dirname(run_path), exist_ok=True)
+    try:
+        os.mkdir(run_path)
+    except FileExistsError:
+        if not os.path.isdir(run_path) or os.listdir(run_path):
+            raise RunExistsError(
+                f"{run_path} exists already{'' if os.path.isdir(run_path) else ' and is no directory'}; record into a new directory, or delete it first",
+                path=run_path,
+            ) from None
+    try:
+        os.mkdir(os.path.join(run_path, JOURNAL_DIR))  # of two processes that found the directory empty, one gets further
+    except FileExistsError:
+        raise RunExistsError(f"another process has begun to record into {run_path}", path=run_path) from None
+    for name in (LAYERS_DIR, MANIFEST_DIR):
+        os.mkdir(os.path.join(run_path, name))
+    contents = {
+        "format": "hookstore",
+        "format_version": FORMAT_VERSION,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "layers": [
+            {
+                "name": layer.name,
+                "path": f"{LAYERS_DIR}/{escape(layer.name)}",
+                "module": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
+                "aliases": list(layer.aliases),
+            }
+            for layer in layers
+        ],
+        "recorded": description,
+        "environment": {
+            "hookstore": __version__,
+            "python": sys.version.split()[0],
+            "torch": str(torch.__version__),
+            "platform": platform.platform(),
+        },
+    }
+    write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
+    sync_directory(os.path.dirname(run_path))
+    return run_path

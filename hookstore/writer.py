@@ -1,0 +1,405 @@
+"""The threads that bring staged captures to disk, and the order in which they do it.
+
+Order, for each region (design: bytes, then row, then mark):
+
+1. Wait for the region's transfers, encode (in encoder threads), write the chunks into the hidden shard.
+2. Append the rows to the journal: now the captures are *acknowledged*, they survive SIGKILL.
+3. Every few seconds and at `flush`: sync the shards, then mark in the journal what is *durable*, it survives a power failure.
+4. A journal segment that is long enough becomes a Parquet part, right after a sync.
+5. A shard that will get no more captures is sealed.
+
+The threads are not daemons, and watch the main thread: when the script ends without ``close()``, they finish the run by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from crc32c import crc32c
+
+from hookstore.arrays import ArrayStore
+from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, LAYERS_DIR, Row
+from hookstore.layout import Array, Capture
+from hookstore.manifest import ManifestWriter, make_batch, rows_to_stream
+from hookstore.shards import ShardFiles, ShardWriter, compressor, sync_directory
+from hookstore.staging import Oversize, Piece, Region, Stager
+
+_POLL_S = 0.1
+_REGION_AGE_S = 0.5  # with a poll and a write this keeps captures acknowledged within a second
+_SYNC_AGE_S = 5.0  # and durable within ten
+_UNSEALED_PER_ARRAY = 2  # a gradient may come after the first of the next shard
+
+
+class SyncRequest:
+    """Asks the writer to make durable all that it has been given, and says when that is so."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+
+class _Stop:
+    """Asks the writer to finish the run."""
+
+
+class _Encoded:
+    """A region whose chunks an encoder has encoded."""
+
+    def __init__(self, region: Region, chunks: list[bytes]) -> None:
+        self.region = region
+        self.chunks = chunks
+
+
+class _Failed:
+    """What stopped an encoder."""
+
+    def __init__(self, failure: BaseException) -> None:
+        self.failure = failure
+
+
+class Encoder:
+    """Plain threads that encode chunks, one region at a time each.
+
+    Parameters
+    ----------
+    memory : memoryview
+        The arena.
+    post : callable
+        Takes what comes out, for the writer.
+    num_threads : int
+        Threads, started when the first region comes.
+    """
+
+    def __init__(self, memory: memoryview, post: Callable[[Any], None], num_threads: int) -> None:
+        self._memory = memory
+        self._post = post
+        self._num_threads = num_threads
+        self._queue: queue.SimpleQueue[Region | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._compressors = threading.local()
+
+    def submit(self, region: Region) -> None:
+        """Encode a region and post it as encoded."""
+        if not self._threads:
+            self._threads = [threading.Thread(target=self._run, name=f"hookstore-encoder-{number}") for number in range(self._num_threads)]
+            for thread in self._threads:
+                thread.start()
+        self._queue.put(region)
+
+    def encode(self, array: Array, chunk: memoryview) -> bytes:
+        """Encode one chunk in the calling thread."""
+        codec = array.spec.codec
+        assert codec is not None
+        made = self._compressors.__dict__.get(codec)
+        if made is None:
+            made = self._compressors.__dict__[codec] = compressor(codec)
+        return bytes(made.encode(chunk))
+
+    def stop(self) -> None:
+        """End the threads when they have done what they were given."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (region := self._queue.get()) is not None:
+            try:
+                array = region.array
+                starts = [region.offset + capture.slot * array.stride_bytes for capture in region.captures]
+                chunks = [self.encode(array, self._memory[start : start + array.chunk_bytes]) for start in starts]
+            except BaseException as failure:  # noqa: BLE001  # it is raised in the training loop
+                self._post(_Failed(failure))
+            else:
+                self._post(_Encoded(region, chunks))
+
+
+class Writer:
+    """Owns the shards, the journal and the arrays of a run, on one thread.
+
+    Parameters
+    ----------
+    run_path : str
+        The run, with its directories.
+    stager : Stager
+        Where captures come from.
+    num_epochs : int or None
+        Epochs of the run, where known.
+    epoch_batches : callable
+        Gives the number of batches of the epoch under way, where known.
+    rank : int
+        Rank of this process.
+    num_encoders : int
+        Encoder threads.
+    """
+
+    def __init__(
+        self,
+        run_path: str,
+        stager: Stager,
+        *,
+        num_epochs: int | None,
+        epoch_batches: Callable[[], int | None],
+        rank: int = 0,
+        attempt: int = 0,
+        num_encoders: int = 2,
+    ) -> None:
+        self.acknowledged_bytes = 0
+        self.num_acknowledged = 0
+        self.encoder = Encoder(stager.memory, stager.queue.put, num_encoders)
+        self._run_path = run_path
+        self._stager = stager
+        self._epoch_batches = epoch_batches
+        self._rank = rank
+        self._attempt = attempt
+        self._arrays = ArrayStore(os.path.join(run_path, LAYERS_DIR), num_epochs)
+        self._manifest = ManifestWriter(run_path, rank, attempt)
+        self._files = ShardFiles()
+        self._shards: dict[str, dict[tuple[int, ...], ShardWriter]] = {}
+        self._dirty: dict[str, ShardWriter] = {}
+        self._new_directories: set[str] = set()
+        self._requests: list[SyncRequest] = []
+        self._synced_at = time.monotonic()
+        self._needs_mark = False
+        self._stopping = False
+        self._main = threading.main_thread()
+        self._thread = threading.Thread(target=self._run, name="hookstore-writer")
+
+    # What the recorder calls --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def flush(self) -> None:
+        """Return when everything staged before the call is durable.
+
+        Raises
+        ------
+        BaseException
+            What stopped the writer.
+        """
+        self._stager.drain()
+        request = SyncRequest()
+        self._stager.queue.put(request)
+        while not request.done.wait(_POLL_S):
+            self._raise_failure()
+        self._raise_failure()
+
+    def stop(self) -> None:
+        """Finish the run and end the thread; idempotent.
+
+        Raises
+        ------
+        BaseException
+            What stopped the writer.
+        """
+        self._stager.queue.put(_Stop())
+        self._thread.join()
+        self._raise_failure()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _raise_failure(self) -> None:
+        if self._stager.failure is not None:
+            raise self._stager.failure
+
+    # The thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not (self._stopping and self._stager.is_empty and self._stager.queue.empty()):
+                self._turn()
+            self._finish()
+        except BaseException as failure:  # noqa: BLE001  # it is raised in the training loop
+            self._stager.fail(failure)
+            with contextlib.suppress(OSError):
+                self._manifest.close()
+        finally:
+            self._files.close()
+            for request in self._requests:
+                request.done.set()
+            self.encoder.stop()
+
+    def _turn(self) -> None:
+        """Do what has come, or what time asks for."""
+        with contextlib.suppress(queue.Empty):
+            self._take(self._stager.queue.get(timeout=_POLL_S))
+            for _ in range(64):
+                self._take(self._stager.queue.get_nowait())
+        if not self._stopping and not self._main.is_alive():
+            self._stopping = True  # the script has ended without close()
+        self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
+        if self._requests or (self._needs_mark and time.monotonic() - self._synced_at > _SYNC_AGE_S) or self._manifest.is_segment_full:
+            self._sync()
+
+    def _take(self, item: Any) -> None:  # noqa: ANN401
+        if isinstance(item, Region):
+            self._write_region(item)
+        elif isinstance(item, _Encoded):
+            self._write_encoded(item)
+        elif isinstance(item, Piece):
+            self._write_piece(item)
+        elif isinstance(item, Capture):
+            self._note([self._row(item)])
+        elif isinstance(item, SyncRequest):
+            self._requests.append(item)
+        elif isinstance(item, _Failed):
+            raise item.failure
+        else:
+            self._stopping = True
+
+    def _write_region(self, region: Region) -> None:
+        for transfer in region.transfers:
+            transfer.wait()
+        if not region.captures:
+            self._stager.release(region)
+            return
+        if region.array.spec.codec is not None:
+            self.encoder.submit(region)
+            return
+        shard = self._shard(region.array, region.shard, region.captures)
+        memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
+        captures = region.captures
+        offsets, crcs = shard.append_region(memory, [capture.slot for capture in captures], [capture.entry for capture in captures])
+        length = region.array.chunk_bytes + CRC_BYTES
+        rows = [self._row(capture, shard, offset, length, crc) for capture, offset, crc in zip(captures, offsets, crcs, strict=True)]
+        self._stager.release(region)
+        self._note(rows, shard)
+
+    def _write_encoded(self, encoded: _Encoded) -> None:
+        region = encoded.region
+        captures = region.captures
+        shard = self._shard(region.array, region.shard, captures)
+        offsets, lengths, crcs = shard.append_encoded(encoded.chunks, [capture.entry for capture in captures])
+        placed = zip(captures, offsets, lengths, crcs, strict=True)
+        rows = [self._row(capture, shard, offset, length, crc) for capture, offset, length, crc in placed]
+        self._stager.release(region)
+        self._note(rows, shard)
+
+    def _write_piece(self, piece: Piece) -> None:
+        if piece.transfer is not None:
+            piece.transfer.wait()
+        oversize: Oversize = piece.oversize
+        capture = oversize.capture
+        assert capture.array is not None
+        shard = self._shard(capture.array, oversize.shard, [capture])
+        if piece.start == 0:
+            oversize.file_offset = shard.reserve(oversize.num_bytes)
+        memory = self._stager.memory[piece.offset : piece.offset + piece.num_bytes]
+        oversize.crc = crc32c(memory[: piece.length], oversize.crc)
+        end = piece.length
+        if piece.is_last:
+            memory[end : end + CRC_BYTES] = oversize.crc.to_bytes(CRC_BYTES, "little")
+            end += CRC_BYTES
+        memory[end:] = bytes(piece.num_bytes - end)
+        shard.write_piece(memory, oversize.file_offset + piece.start)
+        self._stager.release(piece)
+        if piece.is_last:
+            shard.finish_pieces(capture.entry, oversize.file_offset, oversize.num_bytes)
+            self._note([self._row(capture, shard, oversize.file_offset, oversize.num_bytes + CRC_BYTES, oversize.crc)], shard)
+
+    # Shards and rows ----------------------------------------------------------------------------------------------
+
+    def _shard(self, array: Array, where: tuple[int, ...], captures: list[Capture]) -> ShardWriter:
+        """Return the shard to write to, publishing the array first; shards that have been left behind are sealed."""
+        spec = array.spec
+        places = [capture.coordinates for capture in captures]
+        last = (max(place.epoch for place in places), max(place.batch for place in places), max(capture.call for capture in captures))
+        self._arrays.publish(spec, last, self._epoch_batches())
+        shards = self._shards.setdefault(spec.path, {})
+        shard = shards.get(where)
+        if shard is None:
+            while len(shards) >= _UNSEALED_PER_ARRAY:
+                self._seal(next(iter(shards.values())))
+            directory = self._arrays.directory(spec)
+            shard = shards[where] = ShardWriter(directory, spec, where, self._files)
+            self._new_directories.add(directory)
+        self._dirty[shard.path] = shard
+        return shard
+
+    def _row(self, capture: Capture, shard: ShardWriter | None = None, offset: int = 0, length: int = 0, crc: int = 0) -> Row:
+        where = capture.coordinates
+        nbytes = DTYPES[capture.dtype].itemsize if capture.dtype else 0
+        for size in capture.shape:
+            nbytes *= size
+        return Row(
+            phase=where.phase,
+            epoch=where.epoch,
+            batch=where.batch,
+            call=capture.call,
+            backward=capture.backward,
+            step=capture.step,
+            layer=capture.layer,
+            kind=capture.kind,
+            leaf=capture.leaf,
+            rank=self._rank,
+            attempt=self._attempt,
+            array="" if shard is None else shard.spec.path,
+            shape=capture.shape,
+            dtype=capture.dtype,
+            nbytes=nbytes if capture.status == "ok" else 0,
+            wall_time=capture.wall_time_us,
+            loss_scale=None,
+            shard="" if shard is None else shard.key,
+            offset=offset,
+            length=length,
+            crc32c=crc,
+            status=capture.status,
+            reason=capture.reason,
+        )
+
+    def _note(self, rows: list[Row], shard: ShardWriter | None = None) -> None:
+        """Acknowledge captures whose bytes are written."""
+        batch = make_batch(rows)
+        self._manifest.append(batch)
+        self._needs_mark = True
+        self.num_acknowledged += len(rows)
+        if shard is not None:
+            self.acknowledged_bytes += shard.spec.chunk_bytes * len(rows)
+            shard.rows.append(batch)
+            if shard.is_full:
+                self._seal(shard)
+
+    def _sync(self) -> None:
+        """Make durable what is acknowledged, and answer who waits for that."""
+        for directory in self._new_directories:
+            sync_directory(directory)
+        for shard in self._dirty.values():
+            shard.sync()
+        self._new_directories.clear()
+        self._dirty.clear()
+        self._manifest.mark_durable()
+        self._needs_mark = False
+        self._synced_at = time.monotonic()
+        if self._manifest.is_segment_full:
+            self._manifest.finish_segment()
+        for request in self._requests:
+            request.done.set()
+        self._requests.clear()
+
+    def _seal(self, shard: ShardWriter) -> None:
+        del self._shards[shard.spec.path][shard.shard]
+        self._dirty.pop(shard.path, None)
+        shard.seal(rows_to_stream(shard.rows, shard.earlier_rows))
+
+    def _finish(self) -> None:
+        """Seal every shard, publish exact extents, turn the journal into a part."""
+        self._sync()
+        for shards in self._shards.values():
+            for shard in list(shards.values()):
+                self._seal(shard)
+        self._arrays.finish(self._epoch_batches())
+        self._manifest.finish_segment()
+        os.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
+        sync_directory(self._run_path)
+
+
