@@ -58,7 +58,7 @@ _RECORDING = ("Progress", "Recorder", "record")
 _READING = ("Captures", "LayerRun", "Run", "RunInfo", "open")
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name in _RECORDING:
         from hookstore import recorder
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -43,54 +43,54 @@ class _MlFloat(ZDType[Any, Any], HasItemSize):
         return int(np.dtype(self._scalar).itemsize)
 
     @classmethod
-    def _check_native_dtype(cls, dtype: Any) -> Any:  # noqa: ANN401
-        return dtype == np.dtype(cls._scalar)
+    def _check_native_dtype(cls, dtype: Any) -> TypeGuard[Any]:
+        return bool(dtype == np.dtype(cls._scalar))
 
     @classmethod
-    def from_native_dtype(cls, dtype: Any) -> Self:  # noqa: ANN401
+    def from_native_dtype(cls, dtype: Any) -> Self:
         """Make one from the ml_dtypes type."""
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"expected dtype {cls._scalar.__name__}, got {dtype}")
         return cls()
 
-    def to_native_dtype(self) -> Any:  # noqa: ANN401
+    def to_native_dtype(self) -> Any:
         """Return the ml_dtypes type."""
         return np.dtype(self._scalar)
 
     @classmethod
-    def _from_json_v2(cls, data: Any) -> Self:  # noqa: ANN401
+    def _from_json_v2(cls, data: Any) -> Self:
         raise DataTypeValidationError(f"{cls._zarr_v3_name} exists in Zarr format 3 alone, got {data!r}")
 
     @classmethod
-    def _from_json_v3(cls, data: Any) -> Self:  # noqa: ANN401
+    def _from_json_v3(cls, data: Any) -> Self:
         if data != cls._zarr_v3_name:
             raise DataTypeValidationError(f"expected {cls._zarr_v3_name!r}, got {data!r}")
         return cls()
 
-    def to_json(self, zarr_format: ZarrFormat) -> Any:  # noqa: ANN401
+    def to_json(self, zarr_format: ZarrFormat) -> Any:
         """Return the data type's name."""
         if zarr_format != 3:
             raise ValueError(f"{self._zarr_v3_name} exists in Zarr format 3 alone")
         return self._zarr_v3_name
 
-    def _check_scalar(self, data: object) -> Any:  # noqa: ANN401
+    def _check_scalar(self, data: object) -> Any:
         return isinstance(data, int | float | np.floating | np.integer | self._scalar)
 
-    def cast_scalar(self, data: object) -> Any:  # noqa: ANN401
+    def cast_scalar(self, data: object) -> Any:
         """Round a number to this type."""
         if not self._check_scalar(data):
             raise TypeError(f"cannot turn {data!r} into a scalar of {self._zarr_v3_name}")
         return self._scalar(data)
 
-    def default_scalar(self) -> Any:  # noqa: ANN401
+    def default_scalar(self) -> Any:
         """Return zero."""
         return self._scalar(0)
 
-    def from_json_scalar(self, data: Any, *, zarr_format: ZarrFormat) -> Any:  # noqa: ANN401, ARG002
+    def from_json_scalar(self, data: Any, *, zarr_format: ZarrFormat) -> Any:  # noqa: ARG002
         """Read a fill value."""
         return self._scalar(float_from_json_v3(data))
 
-    def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> Any:  # noqa: ANN401, ARG002
+    def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> Any:  # noqa: ARG002
         """Write a fill value."""
         return float_to_json_v3(np.float64(self.cast_scalar(data)))
 
@@ -99,7 +99,7 @@ class _MlFloat(ZDType[Any, Any], HasItemSize):
 class BFloat16(_MlFloat, HasEndianness):
     """Zarr data type ``bfloat16``, registered through the entry point ``zarr.data_type``."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.bfloat16))  # type: ignore[assignment]
+    dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
     _zarr_v3_name: ClassVar[str] = "bfloat16"
     _scalar = ml_dtypes.bfloat16
 
@@ -108,14 +108,14 @@ class BFloat16(_MlFloat, HasEndianness):
 class Float8E5M2(_MlFloat):
     """Zarr data type ``float8_e5m2``, registered through the entry point ``zarr.data_type``."""
 
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))  # type: ignore[assignment]
+    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
     _zarr_v3_name: ClassVar[str] = "float8_e5m2"
     _scalar = ml_dtypes.float8_e5m2
 
 
 for _type in (BFloat16, Float8E5M2):
     # Also where hookstore is on the path without being installed, and so without entry points.
-    data_type_registry.register(_type._zarr_v3_name, _type)  # noqa: SLF001
+    data_type_registry.register(_type._zarr_v3_name, _type)
 
 _READ_WITH = default_buffer_prototype()
 
@@ -252,20 +252,19 @@ def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: l
         "torch_dtype": spec.dtype,
         "rank": spec.rank,
     }
-    metadata = ArrayV3Metadata.from_dict(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": (*leading, *spec.chunk_shape),
-            "data_type": dtype.zarr,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": (*spec.shard_shape, *spec.chunk_shape)}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "fill_value": list(dtype.fill_value) if isinstance(dtype.fill_value, tuple) else dtype.fill_value,
-            "codecs": [sharding],
-            "attributes": attributes,
-            "dimension_names": dimension_names,
-        }
-    )
+    contents: dict[str, Any] = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": (*leading, *spec.chunk_shape),
+        "data_type": dtype.zarr,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": (*spec.shard_shape, *spec.chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": list(dtype.fill_value) if isinstance(dtype.fill_value, tuple) else dtype.fill_value,
+        "codecs": [sharding],
+        "attributes": attributes,
+        "dimension_names": dimension_names,
+    }
+    metadata = ArrayV3Metadata.from_dict(contents)
     checked: dict[str, Any] = json.loads(metadata.to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes())
     return checked
 

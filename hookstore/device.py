@@ -112,25 +112,25 @@ class StreamRuntime(Protocol):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a uint8 tensor in device memory; raises ``torch.OutOfMemoryError`` when there is no room."""
 
-    def side_stream(self) -> Any:  # noqa: ANN401
+    def side_stream(self) -> Any:
         """Return a new stream."""
 
-    def current_stream(self) -> Any:  # noqa: ANN401
+    def current_stream(self) -> Any:
         """Return the stream on which this thread's operations run."""
 
-    def record(self, stream: Any) -> Any:  # noqa: ANN401
+    def record(self, stream: Any) -> Any:
         """Return an event that is done when all that was put on the stream so far is."""
 
-    def wait(self, stream: Any, event: Any) -> None:  # noqa: ANN401
+    def wait(self, stream: Any, event: Any) -> None:
         """Let what comes on the stream from now on begin after the event."""
 
-    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:  # noqa: ANN401
+    def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy on the stream and return."""
 
-    def is_done(self, event: Any) -> bool:  # noqa: ANN401
+    def is_done(self, event: Any) -> bool:
         """Say whether the event is done."""
 
-    def synchronize(self, event: Any) -> None:  # noqa: ANN401
+    def synchronize(self, event: Any) -> None:
         """Return when the event is done, without holding the GIL."""
 
 
@@ -164,7 +164,8 @@ class StreamDevice:
         with self._lock:
             offset = self._take_block(num_bytes)
             if offset is None:
-                return self._copy_without_snapshot(destination, source)
+                self._copy_without_snapshot(destination, source)
+                return None
             assert self._ring is not None
             block = self._ring[offset : offset + num_bytes].view(destination.dtype).view(destination.shape)
             current = runtime.current_stream()
@@ -175,7 +176,7 @@ class StreamDevice:
             self._under_way.append(transfer)
             return transfer
 
-    def _follow(self, current: Any) -> None:  # noqa: ANN401
+    def _follow(self, current: Any) -> None:
         """Let the side stream begin after what the current stream holds now: the snapshot."""
         self._runtime.wait(self._side, self._runtime.record(current))
 
@@ -219,7 +220,7 @@ class StreamTransfer:
 
     __slots__ = ("_runtime", "event", "num_bytes", "offset")
 
-    def __init__(self, runtime: StreamRuntime, event: Any, offset: int, num_bytes: int) -> None:  # noqa: ANN401
+    def __init__(self, runtime: StreamRuntime, event: Any, offset: int, num_bytes: int) -> None:
         self._runtime = runtime
         self.event = event
         self.offset = offset
@@ -266,7 +267,7 @@ class CudaRuntime:
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         """Query the event."""
-        return event.query()
+        return bool(event.query())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Wait for the event; torch gives the GIL back meanwhile."""

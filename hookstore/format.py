@@ -244,7 +244,14 @@ def leaf_path(parts: Sequence[str | int]) -> str:
 
 
 def array_name(
-    kind: str, *, leaf: str = "", phase: str = "train", dtype: str = "", chunk: tuple[int, ...] | None = None, calls: bool = False, rank: int = 0
+    kind: str,
+    *,
+    leaf: str = "",
+    phase: str = "train",
+    dtype: str = "",
+    chunk: tuple[int, ...] | None = None,
+    calls: bool = False,
+    rank: int = 0,
 ) -> str:
     """Name an array inside its layer's group.
 
@@ -302,7 +309,9 @@ def _power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def shard_shape(chunk_bytes: int, *, every: int = 1, epoch_batches: int | None = None, num_epochs: int | None = None, calls: bool = False) -> tuple[int, ...]:
+def shard_shape(
+    chunk_bytes: int, *, every: int = 1, epoch_batches: int | None = None, num_epochs: int | None = None, calls: bool = False
+) -> tuple[int, ...]:
     """Choose how many epochs and batches (and calls) one shard covers.
 
     Parameters

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.jit._trace import is_tracing
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -229,7 +230,7 @@ class LayerHooks:
 
 def _is_traced() -> bool:
     """Say whether the model is being compiled, exported or traced instead of run."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+    return torch.compiler.is_compiling() or is_tracing()
 
 
 class _PreHook(_InertCopy):
@@ -258,7 +259,7 @@ class _PostHook(_InertCopy):
     def __init__(self, hooks: LayerHooks) -> None:
         self._hooks = hooks
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401, ARG002
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         hooks = self._hooks
         stack = hooks.calls.stack
         call = stack.pop() if stack else None
@@ -298,9 +299,9 @@ class _Watch:
         watched = output
         base = output._base
         if base is not None:
-            if base.grad_fn is not None and base.grad_fn._sequence_nr() >= call.sequence_nr and base.dtype == output.dtype:  # type: ignore[attr-defined]
+            if base.grad_fn is not None and base.grad_fn._sequence_nr() >= call.sequence_nr and base.dtype == output.dtype:
                 watched = base
-                offset = output.storage_offset() - base.storage_offset()  # type: ignore[operator]
+                offset = output.storage_offset() - base.storage_offset()
                 self._view = (base.size(), base.stride(), output.size(), output.stride(), offset)
             else:
                 self._alias = output.detach()  # shares its version counter
@@ -319,7 +320,9 @@ class _Watch:
             return
         hooks = self._hooks
         if self._alias is not None and self._alias._version != self._version:
-            hooks.sink.skip_value(hooks.name, "gradient", self._call, "the output is a view of a tensor made outside the layer, and was edited in place")
+            hooks.sink.skip_value(
+                hooks.name, "gradient", self._call, "the output is a view of a tensor made outside the layer, and was edited in place"
+            )
             return
         backward = self._backward
         self._backward += 1
@@ -336,7 +339,7 @@ def _as_view(
     if gradient.stride() != base_stride:
         laid_out = torch.empty_strided(base_size, base_stride, dtype=gradient.dtype, device=gradient.device)
         gradient = laid_out.copy_(gradient)
-    return gradient.as_strided(size, stride, gradient.storage_offset() + offset)  # type: ignore[operator]
+    return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
 
 
 class _TickHook(_InertCopy):
@@ -421,9 +424,9 @@ def _count_steps(model: nn.Module, clock: Clock) -> RemovableHandle:
     parameters = {id(parameter) for parameter in model.parameters()}
     concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
-    def count(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:  # noqa: ANN401
+    def count(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         if optimizer not in concerned:
             concerned[optimizer] = any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
         clock.step += concerned[optimizer]
 
-    return register_optimizer_step_post_hook(count)  # type: ignore[no-untyped-call, no-any-return]
+    return register_optimizer_step_post_hook(count)

@@ -7,7 +7,18 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hookstore.format import CHUNK_ALIGNMENT_BYTES, CRC_BYTES, DTYPES, PAGE_BYTES, ArraySpec, align, array_name, fits_chunk, shard_shape, size_class
+from hookstore.format import (
+    CHUNK_ALIGNMENT_BYTES,
+    CRC_BYTES,
+    DTYPES,
+    PAGE_BYTES,
+    ArraySpec,
+    align,
+    array_name,
+    fits_chunk,
+    shard_shape,
+    size_class,
+)
 from hookstore.schedule import Coordinates
 
 if TYPE_CHECKING:
@@ -128,7 +139,15 @@ class ArrayCatalog:
         return array
 
     def _place(
-        self, layer: str, kind: str, leaf: str, dtype: str, phase: str, shape: tuple[int, ...], calls: bool, epoch_batches: int | None  # noqa: FBT001
+        self,
+        layer: str,
+        kind: str,
+        leaf: str,
+        dtype: str,
+        phase: str,
+        shape: tuple[int, ...],
+        calls: bool,  # noqa: FBT001
+        epoch_batches: int | None,
     ) -> Array:
         siblings = self._by_group.setdefault((layer, kind, leaf, phase, calls), [])
         for array in siblings:
@@ -161,4 +180,3 @@ class ArrayCatalog:
         array = Array(spec)
         siblings.append(array)
         return array
-

@@ -56,7 +56,9 @@ _PLAIN_COLUMNS = ("crc32c",)
 def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
     """Turn rows into a record batch of the manifest's schema."""
     columns = zip(*rows, strict=True)
-    return pa.RecordBatch.from_arrays([pa.array(column, type=field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(column, type=field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA
+    )
 
 
 def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> bytes:

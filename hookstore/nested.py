@@ -13,7 +13,7 @@ from hookstore.format import leaf_path
 Path = tuple[str | int, ...]
 
 
-def tensor_leaves(value: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+def tensor_leaves(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor in a value with its leaf path, in order; ``""`` for a value that is a tensor itself.
 
     Goes into mappings (by key), named tuples and dataclasses (by field), tuples and lists (by position). Everything else holds no tensors for us.
@@ -34,7 +34,7 @@ def argument_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
             yield leaf_path(path), tensor
 
 
-def _walk(value: Any, path: Path, inside: tuple[int, ...]) -> Iterator[tuple[Path, torch.Tensor]]:  # noqa: ANN401
+def _walk(value: Any, path: Path, inside: tuple[int, ...]) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
         return
@@ -44,7 +44,7 @@ def _walk(value: Any, path: Path, inside: tuple[int, ...]) -> Iterator[tuple[Pat
         yield from _walk(item, (*path, key), (*inside, id(value)))
 
 
-def _children(value: Any) -> Iterator[tuple[str | int, Any]]:  # noqa: ANN401
+def _children(value: Any) -> Iterator[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield key if isinstance(key, str | int) else repr(key), item

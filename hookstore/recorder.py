@@ -201,7 +201,11 @@ class Recorder:
         catalog = ArrayCatalog(every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs)
         pinned = any(parameter.is_cuda for parameter in model.parameters())
         self._stager = Stager(
-            allocate_host(buffer_bytes, pinned=pinned), Devices(_DEVICE_RING_BYTES), catalog, drop_when_full=drop_when_full, encode=self._encode
+            allocate_host(buffer_bytes, pinned=pinned),
+            Devices(_DEVICE_RING_BYTES),
+            catalog,
+            drop_when_full=drop_when_full,
+            encode=self._encode,
         )
         self._writer = Writer(path, self._stager, num_epochs=schedule.num_epochs, epoch_batches=lambda: self._clock.epoch_batches)
         self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure)
@@ -302,7 +306,9 @@ class Recorder:
             if not self._disable_on_failure:
                 raise
             if was_active:
-                warnings.warn(f"hookstore stopped capturing: the writer failed with {type(error).__name__}: {error}", CaptureWarning, stacklevel=2)
+                warnings.warn(
+                    f"hookstore stopped capturing: the writer failed with {type(error).__name__}: {error}", CaptureWarning, stacklevel=2
+                )
             return
         self._warn_about_silent_layers()
 
@@ -341,7 +347,7 @@ class Recorder:
 
 def _forget_recorders_in_child() -> None:
     for recorder in _ACTIVE:
-        recorder._disown()  # noqa: SLF001
+        recorder._disown()
 
 
 if hasattr(os, "register_at_fork"):
@@ -373,9 +379,13 @@ def _check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(f"expected a torch.nn.Module, got a {type(model).__name__}")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original")
+            raise UnsupportedModelError(
+                f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
+            )
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedModelError(f"module {name!r} is compiled, which hookstore cannot follow yet; record the model before torch.compile, uncompiled")
+            raise UnsupportedModelError(
+                f"module {name!r} is compiled, which hookstore cannot follow yet; record the model before torch.compile, uncompiled"
+            )
     for parameter in model.parameters():
         check_device(parameter.device)
 

@@ -21,13 +21,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hookstore.errors import CaptureWarning, CorruptRunError, FormatVersionError, MissingCaptureError, NotARunError, OptionError, UnknownLayerError
+from hookstore.errors import (
+    CaptureWarning,
+    CorruptRunError,
+    FormatVersionError,
+    MissingCaptureError,
+    NotARunError,
+    OptionError,
+    UnknownLayerError,
+)
 from hookstore.format import CRC_BYTES, DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, RUN_FILE, is_shard_key
 from hookstore.manifest import read_manifest
 from hookstore.shards import ShardReader
 
 if TYPE_CHECKING:
     import torch
+
 
 def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001  # hookstore.open, as zarr.open and gzip.open
     """Open a run for reading.
@@ -212,7 +221,8 @@ class Run:
         shown = nearest or self.layers[:10]
         more = f" and {len(self.layers) - len(shown)} more" if not nearest and len(self.layers) > len(shown) else ""
         raise UnknownLayerError(
-            f"{self.path} has no layer {layer!r}; {'nearest are' if nearest else 'it has'} {', '.join(map(repr, shown))}{more}", layer=str(layer)
+            f"{self.path} has no layer {layer!r}; {'nearest are' if nearest else 'it has'} {', '.join(map(repr, shown))}{more}",
+            layer=str(layer),
         )
 
     def __contains__(self, layer: object) -> bool:
@@ -275,20 +285,31 @@ class Run:
     def _read_bits(self, row: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Any]:
         """Return the tensor as unsigned integers of its width (complex128 as pairs), and its dtype."""
         if row["status"] != "ok":
-            raise MissingCaptureError(f"{self.path}: {_place(row)} was {row['status']}: {row['reason']}", layer=row["layer"], kind=row["kind"], status=row["status"])
+            raise MissingCaptureError(
+                f"{self.path}: {_place(row)} was {row['status']}: {row['reason']}",
+                layer=row["layer"],
+                kind=row["kind"],
+                status=row["status"],
+            )
         dtype = DTYPES.get(row["dtype"])
         shape = tuple(row["shape"])
         if dtype is None or any(size < 0 for size in shape):
-            raise CorruptRunError(f"{self.path}: the manifest has dtype {row['dtype']!r} and shape {shape} for {_place(row)}", path=self.path)
+            raise CorruptRunError(
+                f"{self.path}: the manifest has dtype {row['dtype']!r} and shape {shape} for {_place(row)}", path=self.path
+            )
         bits = np.dtype(f"V{dtype.itemsize}") if dtype.itemsize == 16 else np.dtype(f"<u{dtype.itemsize}")
         if math.prod(shape) == 0:
             return np.empty(shape, dtype=bits), dtype
         chunk_shape, codec = self._chunk_layout(row)
         array, shard, offset, length = row["array"], row["shard"], row["offset"], row["length"]
         if not is_shard_key(shard) or offset < 0 or length <= CRC_BYTES:
-            raise CorruptRunError(f"{self.path}: the manifest has shard {shard!r}, offset {offset}, length {length} for {_place(row)}", path=self.path)
+            raise CorruptRunError(
+                f"{self.path}: the manifest has shard {shard!r}, offset {offset}, length {length} for {_place(row)}", path=self.path
+            )
         if len(chunk_shape) != len(shape) or any(size > limit for size, limit in zip(shape, chunk_shape, strict=True)):
-            raise CorruptRunError(f"{self.path}: {_place(row)} has shape {shape} in the manifest, but its array has chunks of {chunk_shape}", path=self.path)
+            raise CorruptRunError(
+                f"{self.path}: {_place(row)} has shape {shape} in the manifest, but its array has chunks of {chunk_shape}", path=self.path
+            )
         contents = self._reader.read(array, shard, offset, length, row["crc32c"], codec, math.prod(chunk_shape) * dtype.itemsize)
         chunk = np.frombuffer(contents, dtype=bits).reshape(chunk_shape)
         if shape != chunk_shape:
@@ -352,7 +373,7 @@ class LayerRun:
     @property
     def kinds(self) -> list[str]:
         """Kinds that were captured of this layer."""
-        rows = self.run._captured  # noqa: SLF001
+        rows = self.run._captured
         found = set(pc.unique(rows["kind"].filter(pc.equal(rows["layer"], self.name))).to_pylist())
         return [kind for kind in KINDS if kind in found]
 
@@ -380,7 +401,14 @@ class Captures:
         return self.get(*where)
 
     def get(
-        self, epoch: SupportsIndex, batch: SupportsIndex, call: SupportsIndex = 0, *, phase: str | None = None, leaf: str | None = None, backward: int | None = None
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex = 0,
+        *,
+        phase: str | None = None,
+        leaf: str | None = None,
+        backward: int | None = None,
     ) -> np.ndarray[Any, Any]:
         """Read one tensor.
 
@@ -411,12 +439,19 @@ class Captures:
         return self.run.read(self.row(epoch, batch, call, phase=phase, leaf=leaf, backward=backward))
 
     def tensor(
-        self, epoch: SupportsIndex, batch: SupportsIndex, call: SupportsIndex = 0, *, phase: str | None = None, leaf: str | None = None, backward: int | None = None
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex = 0,
+        *,
+        phase: str | None = None,
+        leaf: str | None = None,
+        backward: int | None = None,
     ) -> torch.Tensor:
         """Read one tensor as a torch tensor of its own memory; every dtype is possible. See `get`."""
         import torch
 
-        bits, dtype = self.run._read_bits(self.row(epoch, batch, call, phase=phase, leaf=leaf, backward=backward))  # noqa: SLF001
+        bits, dtype = self.run._read_bits(self.row(epoch, batch, call, phase=phase, leaf=leaf, backward=backward))
         kind = getattr(torch, dtype.name, None)
         if kind is None:
             raise OptionError(f"dtype {dtype.name} needs a newer torch than {torch.__version__}", option="dtype")
@@ -425,10 +460,17 @@ class Captures:
         return torch.frombuffer(bytearray(bits.tobytes()), dtype=kind).reshape(bits.shape)
 
     def row(
-        self, epoch: SupportsIndex, batch: SupportsIndex, call: SupportsIndex = 0, *, phase: str | None = None, leaf: str | None = None, backward: int | None = None
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex = 0,
+        *,
+        phase: str | None = None,
+        leaf: str | None = None,
+        backward: int | None = None,
     ) -> dict[str, Any]:
         """Return the manifest row of one tensor; parameters and errors as in `get`."""
-        where = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
+        where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
         index = self._index
         phases = index.phases
         phase = phase if phase is not None else "train" if "train" in phases or not phases else phases[0]
@@ -460,7 +502,11 @@ class Captures:
             if row["status"] == "ok":
                 return row
             raise MissingCaptureError(
-                f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}", layer=self.layer, kind=self.kind, status=row["status"], **where
+                f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}",
+                layer=self.layer,
+                kind=self.kind,
+                status=row["status"],
+                **where,
             )
         raise MissingCaptureError(
             f"{self._describe(**where, phase=phase, leaf=leaf, backward=backward)} was not captured; {self._what_there_is(phase, where['epoch'])}",
@@ -481,10 +527,10 @@ class Captures:
 
     @cached_property
     def _index(self) -> _Index:
-        indexes = self.run._indexes  # noqa: SLF001
+        indexes = self.run._indexes
         key = (self.layer, self.kind)
         if key not in indexes:
-            indexes[key] = _Index(self.run._rows(self.layer, self.kind))  # noqa: SLF001
+            indexes[key] = _Index(self.run._rows(self.layer, self.kind))
         return indexes[key]
 
     def _describe(self, *, epoch: int, batch: int, call: int, phase: str, leaf: str | None = None, backward: int | None = None) -> str:
@@ -554,13 +600,13 @@ class _Index:
         return [self._values["leaf"][code] for code in sorted(set(self._columns["leaf"][positions].tolist()))]
 
     def only_leaf(self, positions: np.ndarray[Any, Any], leaf: str) -> np.ndarray[Any, Any]:
-        return positions[self._columns["leaf"][positions] == self._code("leaf", leaf)]
+        return np.asarray(positions[self._columns["leaf"][positions] == self._code("leaf", leaf)])
 
     def only_backward(self, positions: np.ndarray[Any, Any], backward: int) -> np.ndarray[Any, Any]:
-        return positions[self._columns["backward"][positions] == backward]
+        return np.asarray(positions[self._columns["backward"][positions] == backward])
 
     def only_captured(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return positions[self._columns["status"][positions] == self._code("status", "ok")]
+        return np.asarray(positions[self._columns["status"][positions] == self._code("status", "ok")])
 
 
 def _read_layout(path: str) -> tuple[tuple[int, ...], str | None]:

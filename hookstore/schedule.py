@@ -206,7 +206,7 @@ class Placed:
         return None
 
     def __exit__(self, *_exception: object) -> None:
-        self._clock._move(self._before)  # noqa: SLF001
+        self._clock._move(self._before)
 
 
 class Batches(Generic[Item]):
@@ -248,7 +248,7 @@ def _restriction(name: str, value: When | None) -> Container[int] | Callable[[in
         return value
     if isinstance(value, range):
         return value
-    if isinstance(value, str):
+    if isinstance(value, str):  # type: ignore[unreachable]  # users pass anything
         raise OptionError(f"{name}: expected a whole number, an iterable of them, a range or a callable, got {value!r}", option=name)
     if isinstance(value, SupportsIndex):
         return frozenset([_whole(name, value, error=OptionError)])

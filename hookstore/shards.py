@@ -89,7 +89,7 @@ def codec_metadata(codec: str | dict[str, Any] | None, dtype: str) -> str | None
     return text
 
 
-def compressor(metadata: str) -> Any:  # noqa: ANN401  # numcodecs has no types
+def compressor(metadata: str) -> Any:  # numcodecs has no types
     """Return the numcodecs compressor for canonical codec metadata.
 
     Raises
@@ -102,7 +102,9 @@ def compressor(metadata: str) -> Any:  # noqa: ANN401  # numcodecs has no types
     try:
         if name == "blosc":
             shuffle = _BLOSC_SHUFFLE[configuration["shuffle"]]
-            made = numcodecs.Blosc(configuration["cname"], configuration["clevel"], shuffle, configuration["blocksize"], typesize=configuration["typesize"])
+            made = numcodecs.Blosc(
+                configuration["cname"], configuration["clevel"], shuffle, configuration["blocksize"], typesize=configuration["typesize"]
+            )
         elif name in ("zstd", "gzip"):
             made = numcodecs.get_codec({"id": name, **configuration})
         elif name.startswith("numcodecs."):
@@ -389,7 +391,11 @@ class ShardWriter:
         for noted in self._entries:
             index[noted[:, 0].astype(np.int64)] = noted[:, 1:]
         index_bytes = index.tobytes()
-        tail = struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows)) + index_bytes + crc32c(index_bytes).to_bytes(CRC_BYTES, "little")
+        tail = (
+            struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows))
+            + index_bytes
+            + crc32c(index_bytes).to_bytes(CRC_BYTES, "little")
+        )
         sink = self._files.sink
         sink.begin(self.path, self._end)
         sink.add(rows)
@@ -504,7 +510,9 @@ class ShardReader:
         contents = encoded if codec is None else memoryview(self._decode(codec, encoded)).cast("B")
         if len(contents) != chunk_bytes:
             path = os.path.join(self._layers_path, array, shard)
-            raise CorruptRunError(f"shard {path}: the chunk at byte {offset:,} has {len(contents):,} bytes, its shape needs {chunk_bytes:,}", path=path)
+            raise CorruptRunError(
+                f"shard {path}: the chunk at byte {offset:,} has {len(contents):,} bytes, its shape needs {chunk_bytes:,}", path=path
+            )
         return contents.toreadonly()
 
     def _decode(self, codec: str, encoded: memoryview) -> bytes:

@@ -139,7 +139,7 @@ class Stager:
         encode: Callable[[Array, memoryview], bytes] | None = None,
     ) -> None:
         self.arena_bytes = arena.numel()
-        self.memory = memoryview(arena.numpy())
+        self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.failure: BaseException | None = None
         self.num_dropped = 0
@@ -341,7 +341,7 @@ class Stager:
         chunk = _whole_chunk(array, capture, tensor)
         if array.spec.codec is not None:
             assert self._encode is not None
-            encoded = self._encode(array, memoryview(chunk.cpu().view(torch.uint8).numpy()))
+            encoded = self._encode(array, memoryview(chunk.cpu().view(torch.uint8).numpy()))  # type: ignore[arg-type]
             chunk = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         num_bytes = chunk.numel() * chunk.element_size()
         flat = chunk.view(torch.uint8)

@@ -113,7 +113,7 @@ class Encoder:
                 array = region.array
                 starts = [region.offset + capture.slot * array.stride_bytes for capture in region.captures]
                 chunks = [self.encode(array, self._memory[start : start + array.chunk_bytes]) for start in starts]
-            except BaseException as failure:  # noqa: BLE001  # it is raised in the training loop
+            except BaseException as failure:  # it is raised in the training loop
                 self._post(_Failed(failure))
             else:
                 self._post(_Encoded(region, chunks))
@@ -219,7 +219,7 @@ class Writer:
             while not (self._stopping and self._stager.is_empty and self._stager.queue.empty()):
                 self._turn()
             self._finish()
-        except BaseException as failure:  # noqa: BLE001  # it is raised in the training loop
+        except BaseException as failure:  # it is raised in the training loop
             self._stager.fail(failure)
             with contextlib.suppress(OSError):
                 self._manifest.close()
@@ -241,7 +241,7 @@ class Writer:
         if self._requests or (self._needs_mark and time.monotonic() - self._synced_at > _SYNC_AGE_S) or self._manifest.is_segment_full:
             self._sync()
 
-    def _take(self, item: Any) -> None:  # noqa: ANN401
+    def _take(self, item: Any) -> None:
         if isinstance(item, Region):
             self._write_region(item)
         elif isinstance(item, _Encoded):
@@ -401,5 +401,3 @@ class Writer:
         self._manifest.finish_segment()
         os.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)
-
-

@@ -84,7 +84,7 @@ COMMANDS = {"setup": setup, "demo": demo, "test": test, "check": check, "bench":
 
 def main() -> None:
     """Parse the command line and run one command."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  # it is this check that says so to older ones
         sys.exit(f"hookstore needs Python 3.11 or newer, this is {sys.version.split()[0]}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
