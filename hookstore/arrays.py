@@ -26,7 +26,7 @@ from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
 from hookstore.format import DTYPES, ArraySpec, escape
-from hookstore.shards import sync_directory, write_atomically
+from hookstore.shards import write_atomically
 
 if TYPE_CHECKING:
     from zarr.core.common import ZarrFormat
@@ -143,13 +143,19 @@ class ArrayStore:
         The ``layers`` directory, which exists.
     num_epochs : int or None
         Epochs of the run, where known.
+
+    Attributes
+    ----------
+    unsynced : set of str
+        Files and directories that are new since the caller last synced and cleared it.
     """
 
     def __init__(self, layers_path: str, num_epochs: int | None = None) -> None:
         self._layers_path = layers_path
         self._num_epochs = num_epochs
         self._layers: dict[str, _LayerState] = {}
-        _write_group(layers_path, {})
+        self.unsynced: set[str] = set()
+        self._write_group(layers_path, {})
 
     def directory(self, spec: ArraySpec) -> str:
         """Return the directory of an array."""
@@ -171,8 +177,8 @@ class ArrayStore:
         if layer is None:
             directory = os.path.join(self._layers_path, escape(spec.layer))
             os.mkdir(directory)
-            _write_group(directory, {"layer": spec.layer})
-            sync_directory(self._layers_path)
+            self._write_group(directory, {"layer": spec.layer})
+            self.unsynced.add(self._layers_path)
             layer = self._layers[spec.layer] = _LayerState(directory, [self._num_epochs or 1, epoch_batches or 1, 1])
         is_new = spec not in layer.arrays
         if is_new:
@@ -184,11 +190,9 @@ class ArrayStore:
             grown = [wanted[0], max(epoch_batches or 0, _doubled(wanted[1], layer.extents[1])), _doubled(wanted[2], layer.extents[2])]
             layer.extents = [max(pair) for pair in zip(grown, layer.extents, strict=True)]
             for known in layer.arrays:
-                self._write_array(layer, known)
+                self._write_array(layer, known, is_new=known is spec and is_new)
         elif is_new:
-            self._write_array(layer, spec)
-        if is_new:
-            sync_directory(layer.directory)
+            self._write_array(layer, spec, is_new=True)
 
     def finish(self, epoch_batches: int | None) -> None:
         """Take back what was published ahead and never came."""
@@ -197,12 +201,25 @@ class ArrayStore:
             if exact != layer.extents:
                 layer.extents = exact
                 for spec in layer.arrays:
-                    self._write_array(layer, spec)
+                    self._write_array(layer, spec, is_new=False)
 
-    def _write_array(self, layer: _LayerState, spec: ArraySpec) -> None:
+    def _write_array(self, layer: _LayerState, spec: ArraySpec, *, is_new: bool) -> None:
         names = self._dimension_names(layer, spec)
-        contents = json.dumps(array_metadata(spec, tuple(layer.extents), names), indent=2).encode()
-        write_atomically(os.path.join(self.directory(spec), "zarr.json"), contents)
+        self._write(self.directory(spec), array_metadata(spec, tuple(layer.extents), names), is_new=is_new)
+
+    def _write_group(self, directory: str, attributes: dict[str, Any]) -> None:
+        contents = GroupMetadata(attributes=attributes).to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes()
+        self._write(directory, contents, is_new=True)
+
+    def _write(self, directory: str, contents: bytes, *, is_new: bool) -> None:
+        """Write a ``zarr.json``. One that takes the place of another is synced first, a new one together with the first captures."""
+        path = os.path.join(directory, "zarr.json")
+        if not is_new:
+            write_atomically(path, contents)
+            return
+        with open(path, "xb") as file:
+            file.write(contents)
+        self.unsynced.update((path, directory, os.path.dirname(directory)))
 
     def _dimension_names(self, layer: _LayerState, spec: ArraySpec) -> list[str]:
         """Name the dimensions so that no name has two sizes within the layer's group, which xarray would refuse."""
@@ -219,8 +236,8 @@ def _doubled(need: int, extent: int) -> int:
     return extent if need <= extent else 1 << (need - 1).bit_length()
 
 
-def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: list[str]) -> dict[str, Any]:
-    """Return the ``zarr.json`` of an array, as zarr-python's own class writes it.
+def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: list[str]) -> bytes:
+    """Return the ``zarr.json`` of an array, checked and written by zarr-python's own class.
 
     Parameters
     ----------
@@ -265,10 +282,4 @@ def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: l
         "dimension_names": dimension_names,
     }
     metadata = ArrayV3Metadata.from_dict(contents)
-    checked: dict[str, Any] = json.loads(metadata.to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes())
-    return checked
-
-
-def _write_group(directory: str, attributes: dict[str, Any]) -> None:
-    contents = GroupMetadata(attributes=attributes).to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes()
-    write_atomically(os.path.join(directory, "zarr.json"), contents)
+    return metadata.to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes()

@@ -9,6 +9,7 @@ A hook that the user registers later than ours may replace an output after we sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.jit._trace import is_tracing
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.errors import CaptureWarning
@@ -278,12 +280,14 @@ class _PostHook(_InertCopy):
 
 
 class _Watch:
-    """A tensor hook that captures the gradient of one output of one call.
+    """Tensor hooks that capture the gradient of one output of one call.
 
-    Where the output is a view made inside the call, the hook sits on its base: one on the view is lost, or sees a part, once the view is edited in place.
+    An output that is a view needs care: once it is edited in place, a hook on it is lost, or sees a part of the gradient. If its base was made inside the
+    call, the base has a hook too, and the gradient of the base, looked at as the view, is taken when the view has been edited (and only then: the
+    base may have other uses). If its base comes from outside, an edit is a gap with its reason.
     """
 
-    __slots__ = ("_alias", "_backward", "_call", "_handle", "_hooks", "_leaf", "_target", "_version", "_view", "coordinates")
+    __slots__ = ("_backward", "_base_view", "_call", "_handles", "_hooks", "_leaf", "_target", "_version", "coordinates")
 
     __torch_unserializable__ = True  # a tensor with this hook can be saved; the hook is left out without a warning
 
@@ -293,43 +297,63 @@ class _Watch:
         self._leaf = leaf
         self._call = call
         self._backward = 0
-        self._view: tuple[Any, ...] | None = None
-        self._alias: torch.Tensor | None = None
-        self._version = 0
-        watched = output
+        self._target = weakref.ref(output)
+        self._version: _Version | None = None
+        self._base_view: tuple[Any, ...] | None = None
+        self._handles = [output.register_hook(self)]
         base = output._base
         if base is not None:
+            self._version = _Version(output)
             if base.grad_fn is not None and base.grad_fn._sequence_nr() >= call.sequence_nr and base.dtype == output.dtype:
-                watched = base
-                offset = output.storage_offset() - base.storage_offset()
-                self._view = (base.size(), base.stride(), output.size(), output.stride(), offset)
-            else:
-                self._alias = output.detach()  # shares its version counter
-                self._version = output._version
-        self._target = weakref.ref(watched)
-        self._handle = watched.register_hook(self)
+                offset = int(output.storage_offset()) - int(base.storage_offset())
+                self._base_view = (base.size(), base.stride(), output.size(), output.stride(), offset)
+                self._handles.append(base.register_hook(self._of_base))
 
     def forget(self, output: torch.Tensor) -> None:
-        """Remove the hook if it sits on that very output, which then returns from call to call and would collect hooks."""
-        target = self._target()
-        if target is output or (target is not None and target is output._base):
-            self._handle.remove()
+        """Remove the hooks if they sit on that very output, which then returns from call to call and would collect hooks."""
+        if self._target() is output:
+            for handle in self._handles:
+                handle.remove()
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is None:  # so it is called under another tool's full backward hook when no gradient arrives
             return
-        hooks = self._hooks
-        if self._alias is not None and self._alias._version != self._version:
-            hooks.sink.skip_value(
-                hooks.name, "gradient", self._call, "the output is a view of a tensor made outside the layer, and was edited in place"
-            )
-            return
+        if self._version is None or self._version.is_unchanged:
+            self._put(gradient.detach())
+        elif self._base_view is None:
+            reason = "the output is a view of a tensor made outside the layer, and was edited in place"
+            self._hooks.sink.skip_value(self._hooks.name, "gradient", self._call, reason)
+
+    def _of_base(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and self._version is not None and self._base_view is not None and not self._version.is_unchanged:
+            self._put(_as_view(gradient.detach(), *self._base_view))
+
+    def _put(self, gradient: torch.Tensor) -> None:
         backward = self._backward
         self._backward += 1
-        gradient = gradient.detach()
-        if self._view is not None:
-            gradient = _as_view(gradient, *self._view)
-        hooks.sink.put(hooks.name, "gradient", self._leaf, gradient, self._call, backward)
+        self._hooks.sink.put(self._hooks.name, "gradient", self._leaf, gradient, self._call, backward)
+
+
+class _Version:
+    """Tells whether a tensor has been edited in place, without keeping its memory."""
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._counter = tensor.detach()  # shares the version counter, …
+        self._counter.data = _nothing(tensor.device)  # … and from now on nothing else
+        self._version = tensor._version
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no in-place operation has touched the tensor, its base or another view of it."""
+        return self._counter._version == self._version
+
+
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(mode=False), _disable_current_modes():
+        return torch.empty(0, device=device)
 
 
 def _as_view(
@@ -339,7 +363,7 @@ def _as_view(
     if gradient.stride() != base_stride:
         laid_out = torch.empty_strided(base_size, base_stride, dtype=gradient.dtype, device=gradient.device)
         gradient = laid_out.copy_(gradient)
-    return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
+    return gradient.as_strided(size, stride, int(gradient.storage_offset()) + offset)
 
 
 class _TickHook(_InertCopy):

@@ -65,7 +65,7 @@ def select_layers(model: nn.Module, layers: LayerPattern | Iterable[LayerPattern
         modules[id(module)] = module
     if layers is None:
         patterns: list[LayerPattern] = [lambda _name, module: next(module.children(), None) is None]
-    elif isinstance(layers, str | re.Pattern | type) or callable(layers):
+    elif isinstance(layers, str | re.Pattern | type) or callable(layers) or not isinstance(layers, Iterable):
         patterns = [layers]
     else:
         patterns = list(layers)

@@ -10,6 +10,7 @@ References
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import mmap
@@ -43,6 +44,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LONGEST_WRITE = 0x7FFF_F000
 _MAX_OPEN_FILES = 128
 _SINK_BYTES = 4 << 20
+_SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
 
 # Codecs -----------------------------------------------------------------------------------------------------------
 
@@ -190,6 +192,7 @@ class DirectWriter:
 
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
+_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if os.name == "posix" else None
 
 
 def sync_directory(path: str) -> None:
@@ -199,6 +202,31 @@ def sync_directory(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_paths(paths: Iterable[str], file_system: str) -> None:
+    """Return when files, and names in directories, are on the device.
+
+    Parameters
+    ----------
+    paths : iterable of str
+        Files and directories, all in one file system.
+    file_system : str
+        A directory of that file system: where there are many paths and the system can do it, the whole file system is synced in one call.
+    """
+    wanted = list(paths)
+    if len(wanted) > _SYNC_WHOLE_ABOVE and _syncfs is not None:
+        wanted = [file_system]
+    for path in wanted:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if path == file_system and _syncfs is not None:
+                if _syncfs(descriptor) != 0:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+            else:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_atomically(path: str, contents: bytes) -> None:

@@ -27,10 +27,11 @@ from hookstore.arrays import ArrayStore
 from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
 from hookstore.manifest import ManifestWriter, make_batch, rows_to_stream
-from hookstore.shards import ShardFiles, ShardWriter, compressor, sync_directory
+from hookstore.shards import ShardFiles, ShardWriter, compressor, sync_directory, sync_paths
 from hookstore.staging import Oversize, Piece, Region, Stager
 
 _POLL_S = 0.1
+_ITEMS_PER_TURN = 64
 _REGION_AGE_S = 0.5  # with a poll and a write this keeps captures acknowledged within a second
 _SYNC_AGE_S = 5.0  # and durable within ten
 _UNSEALED_PER_ARRAY = 2  # a gradient may come after the first of the next shard
@@ -164,6 +165,8 @@ class Writer:
         self._dirty: dict[str, ShardWriter] = {}
         self._new_directories: set[str] = set()
         self._requests: list[SyncRequest] = []
+        self._rows: list[Row] = []
+        self._row_owners: list[tuple[ShardWriter | None, int]] = []
         self._synced_at = time.monotonic()
         self._needs_mark = False
         self._stopping = False
@@ -233,8 +236,9 @@ class Writer:
         """Do what has come, or what time asks for."""
         with contextlib.suppress(queue.Empty):
             self._take(self._stager.queue.get(timeout=_POLL_S))
-            for _ in range(64):
+            for _ in range(_ITEMS_PER_TURN):
                 self._take(self._stager.queue.get_nowait())
+        self._acknowledge()
         if not self._stopping and not self._main.is_alive():
             self._stopping = True  # the script has ended without close()
         self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
@@ -318,6 +322,8 @@ class Writer:
         shards = self._shards.setdefault(spec.path, {})
         shard = shards.get(where)
         if shard is None:
+            if len(shards) >= _UNSEALED_PER_ARRAY:
+                self._acknowledge()  # a shard carries its rows; this may seal some already
             while len(shards) >= _UNSEALED_PER_ARRAY:
                 self._seal(next(iter(shards.values())))
             directory = self._arrays.directory(spec)
@@ -358,23 +364,36 @@ class Writer:
         )
 
     def _note(self, rows: list[Row], shard: ShardWriter | None = None) -> None:
-        """Acknowledge captures whose bytes are written."""
-        batch = make_batch(rows)
+        """Keep the rows of captures whose bytes are written, until the turn ends."""
+        self._rows += rows
+        self._row_owners.append((shard, len(rows)))
+
+    def _acknowledge(self) -> None:
+        """Bring the turn's rows into the journal, in one frame, and seal shards that they filled."""
+        if not self._rows:
+            return
+        batch = make_batch(self._rows)
         self._manifest.append(batch)
         self._needs_mark = True
-        self.num_acknowledged += len(rows)
-        if shard is not None:
-            self.acknowledged_bytes += shard.spec.chunk_bytes * len(rows)
-            shard.rows.append(batch)
-            if shard.is_full:
-                self._seal(shard)
+        self.num_acknowledged += len(self._rows)
+        start = 0
+        full = []
+        for shard, count in self._row_owners:
+            if shard is not None:
+                shard.rows.append(batch.slice(start, count))
+                self.acknowledged_bytes += shard.spec.chunk_bytes * count
+                if shard.is_full and shard not in full:
+                    full.append(shard)
+            start += count
+        self._rows, self._row_owners = [], []
+        for shard in full:
+            self._seal(shard)
 
     def _sync(self) -> None:
         """Make durable what is acknowledged, and answer who waits for that."""
-        for directory in self._new_directories:
-            sync_directory(directory)
-        for shard in self._dirty.values():
-            shard.sync()
+        unsynced = self._arrays.unsynced | self._new_directories | {shard.path for shard in self._dirty.values()}
+        sync_paths(unsynced, self._run_path)
+        self._arrays.unsynced.clear()
         self._new_directories.clear()
         self._dirty.clear()
         self._manifest.mark_durable()
