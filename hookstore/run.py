@@ -339,6 +339,10 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the path: who gets it (a spawned data-loading worker, say) opens the run for itself."""
+        return open, (self.path,)
+
     def __repr__(self) -> str:
         return f"<hookstore.Run {self.path!r}: {len(self.layers)} layers, {self._captured.num_rows:,} captures>"
 
