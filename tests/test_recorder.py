@@ -42,7 +42,12 @@ def path(tmp_path):
 def run_script(body, *arguments, **options):
     script = "import sys, torch, hookstore\nfrom torch import nn\nclass Returns(nn.Module):\n    def forward(self, value):\n        return value\n"
     return subprocess.run(
-        [sys.executable, "-c", script + textwrap.dedent(body), *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+        [sys.executable, "-c", script + textwrap.dedent(body), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
     )
 
 
@@ -330,8 +335,7 @@ def test_plain_readers_see_only_sealed_shards(path):
     assert array[0, 0].tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("order", ["late_gradient", "three_shards_back"])
-def test_capture_for_a_shard_that_is_sealed(path, monkeypatch, order):
+def test_capture_for_a_shard_that_is_sealed(path, monkeypatch):
     """A gradient may come when its shard has long been sealed: the shard is taken up again as a hidden clone."""
     monkeypatch.setattr("hookstore.format.SHARD_TARGET_BYTES", 1000)
     model = nn.Linear(4, 8, bias=False)
@@ -345,7 +349,7 @@ def test_capture_for_a_shard_that_is_sealed(path, monkeypatch, order):
         assert len([name for name in os.listdir(path / "layers" / "%root" / "gradient") if name.startswith("c.")]) > 10
         with hookstore.open(path) as before:
             kept = before[""].gradient[0, 1]
-            losses[0 if order == "late_gradient" else 0].backward()
+            losses[0].backward()
             recorder.flush()
             assert kept.tolist() == [[1.0] * 8] * 8
             assert before[""].gradient[0, 2].tolist() == [[2.0] * 8] * 8
@@ -394,7 +398,7 @@ def test_a_full_disk_reaches_the_training_loop_as_the_original_error(path, monke
     model = recorder_model(recorder, path)
     model(torch.zeros(64 << 10))
     recorder.flush()
-    with pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012
+    with pytest.raises(OSError, match="No space left") as caught:
         model(torch.ones(64 << 10))
         if how == "flush":
             recorder.flush()

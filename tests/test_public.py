@@ -1,0 +1,238 @@
+"""What users build on: public names, signatures, the README, the commands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hookstore
+from hookstore import cli, demo, errors
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_public_names_are_pinned():
+    assert sorted(hookstore.__all__) == hookstore.__all__ == dir(hookstore)
+    assert set(hookstore.__all__) == {
+        *errors.__all__,
+        "Captures",
+        "LayerRun",
+        "Progress",
+        "Recorder",
+        "Run",
+        "RunInfo",
+        "__version__",
+        "open",
+        "record",
+    }
+    for name in hookstore.__all__:
+        assert getattr(hookstore, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hookstore.nothing  # noqa: B018
+
+
+def test_signatures_are_pinned():
+    parameters = inspect.signature(hookstore.record).parameters
+    assert list(parameters) == [
+        "model",
+        "path",
+        "layers",
+        "kinds",
+        "every",
+        "epochs",
+        "batches",
+        "phases",
+        "dtype",
+        "codec",
+        "mode",
+        "buffer_bytes",
+        "on_full",
+        "on_error",
+    ]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
+    public = {
+        hookstore.Recorder: {"at", "batches", "close", "flush", "progress"},
+        hookstore.Run: {"batches", "close", "epochs", "info", "kinds", "layers", "manifest", "read"},
+        hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
+        hookstore.Captures: {"get", "leaves", "row", "rows", "tensor"},
+    }
+    for kind, names in public.items():
+        assert {name for name in vars(kind) if not name.startswith("_")} == names
+
+
+def test_every_public_thing_has_a_docstring():
+    for name in hookstore.__all__:
+        thing = getattr(hookstore, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), name
+
+
+def test_every_error_is_a_fitting_builtin_too():
+    for name in errors.__all__:
+        error = getattr(hookstore, name)
+        if issubclass(error, hookstore.HookstoreError) and error is not hookstore.HookstoreError:
+            builtins = [base for base in error.__mro__ if base.__module__ == "builtins" and base not in (Exception, BaseException, object)]
+            assert builtins, name
+        assert name in errors.__doc__
+
+
+def test_version_is_one():
+    assert importlib.metadata.version("hookstore") == hookstore.__version__
+
+
+FLOW = (
+    *("errors", "format", "selection", "schedule", "layout", "device", "staging", "nested", "hooks"),
+    *("shards", "manifest", "arrays", "writer", "recorder", "run", "cli", "demo"),
+)
+
+
+def imports_of(module):
+    """Modules of the package that one imports when it is loaded (not those for type checkers alone)."""
+    tree = ast.parse((ROOT / "hookstore" / f"{module}.py").read_text())
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        for inner in ast.walk(node)
+        if "TYPE_CHECKING" in ast.dump(node.test)
+    }
+    return {
+        node.module.removeprefix("hookstore.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hookstore.") and id(node) not in guarded
+    }
+
+
+@pytest.mark.parametrize("module", FLOW)
+def test_imports_follow_the_flow_of_data(module):
+    allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
+    if module == "run":
+        allowed -= {"selection", "schedule", "layout", "device", "staging", "nested", "hooks", "arrays", "writer", "recorder"}
+    assert imports_of(module) <= allowed
+    assert set(FLOW) == {path.stem for path in (ROOT / "hookstore").glob("*.py")} - {"__init__"}
+
+
+@pytest.mark.parametrize(
+    ("library", "modules"),
+    [
+        ("crc32c", {"shards", "manifest", "writer"}),
+        ("numcodecs", {"shards"}),
+        ("pyarrow", {"manifest", "run"}),
+        ("zarr", {"arrays", "demo"}),
+    ],
+)
+def test_libraries_are_used_where_they_belong(library, modules):
+    pattern = re.compile(rf"^\s*(import {library}\b|from {library}\b)", re.M)
+    assert {path.stem for path in (ROOT / "hookstore").glob("*.py") if pattern.search(path.read_text())} == modules
+
+
+def test_top_level_holds_what_it_should():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout, so there is no list of the project's files")
+    top = {name.split("/")[0] for name in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == {
+        "pyproject.toml",
+        "README.md",
+        "hookstore",
+        "benchmarks",
+        "tests",
+        "tools",
+    }
+
+
+def test_readme_is_current():
+    done = subprocess.run([sys.executable, "tools/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    readme = (ROOT / "README.md").read_text()
+    for module in FLOW:
+        assert f"`{module}.py`" in readme
+
+
+def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
+    """The code block itself, with a model, a loader and an optimizer beside it."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    model = demo.DigitNet()
+    batches = [(torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))) for _ in range(301)]
+    names = {
+        "model": model,
+        "loader": batches,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss_fn": torch.nn.CrossEntropyLoss(),
+    }
+    exec(compile(code, "README.md", "exec"), names)
+    run = names["run"]
+    assert run.layers == ["conv1", "conv2", "fc1"]
+    assert run.batches(1) == [0, 100, 200, 300]
+    assert run["conv1"].activation[1, 300].shape == (4, 32, 28, 28)
+    run.close()
+
+
+def test_info_command(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    with hookstore.record(model, tmp_path / "run", layers=["", "0"], kinds=["activation", "parameter"], buffer_bytes=1 << 20):
+        model(torch.ones(2, 2))
+    found = CliRunner().invoke(cli.app, ["info", str(tmp_path / "run")], env={"COLUMNS": "200"})
+    assert found.exit_code == 0
+    for text in ("finished", "torch.nn.modules.container.Sequential", "''", "2×3", "float32", "4 captures"):
+        assert text in found.output
+    missing = CliRunner().invoke(cli.app, ["info", str(tmp_path)], env={"COLUMNS": "200"})
+    assert missing.exit_code == 1
+    assert "NotARunError" in missing.output
+    assert "holds runs: run" in missing.output
+
+
+def test_demo_twice(tmp_path):
+    """The second demo takes the place of the first, and leaves alone what is none."""
+    sizes = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "hookstore.demo", "--out", str(tmp_path / "demo")],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "equals hookstore, bit for bit" in " ".join(done.stdout.split())
+        assert (tmp_path / "demo-feature-maps.png").read_bytes().startswith(b"\x89PNG")
+        sizes.append(sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(tmp_path) for name in names))
+    assert sizes[1] < 300e6
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    (tmp_path / "other").mkdir()
+    assert demo.choose_directory(tmp_path / "other") == tmp_path / "other-2"
+    with hookstore.open(tmp_path / "demo") as run:
+        assert run.description["model"] == "hookstore.demo.DigitNet"
+        assert len(run.manifest) == 2 * 6 * 6
+        assert run["conv1"].activation[0, 0].shape == (64, 32, 28, 28)
+
+
+def test_demo_records_what_an_unrecorded_training_computes(tmp_path):
+    """The same seed without recording gives the same activations, to the bit."""
+    from rich.console import Console
+
+    first, last = demo.train(tmp_path / "run", demo.make_loader("digits", None), 1, Console(quiet=True))
+    torch.manual_seed(0)
+    model = demo.DigitNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with hookstore.open(tmp_path / "run") as run:
+        for batch, (images, labels) in enumerate(demo.make_loader("digits", None)):
+            features = model.conv1(images)
+            if batch in (first.batch, last.batch):
+                assert np.array_equal(run["conv1"].activation[0, batch], features.detach().numpy())
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    assert (first.batch, last.batch) == (0, 25)

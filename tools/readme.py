@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Write the README's section on the disk format from ``hookstore/format.py``, or with ``--check`` see that it is current."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hookstore import format as spec
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- disk format: written by tools/readme.py from hookstore/format.py -->", "<!-- end of disk format -->"
+
+
+def layout() -> str:
+    """Return the picture of a run's directory."""
+    example = spec.ArraySpec("conv1", "activation", "train", "", "float32", "activation", (64, 32, 28, 28), (1, 41))
+    return f"""    RUN/
+      {spec.RUN_FILE}                       format version ({spec.FORMAT_VERSION}), what was recorded, environment
+      {spec.LAYERS_DIR}/                        a Zarr v3 group
+        {example.path.split("/")[0]}/                       a group for each layer; the name is escaped, the true one is in its attributes
+          {example.name}/                an array (epoch, batch, sample, …); one chunk is one capture
+            zarr.json
+            {example.shard_key((0, 0))}          a sealed shard
+            {spec.unsealed_name(example.shard_key((0, 1)))}   one that is being written
+      {spec.MANIFEST_DIR}/
+        {spec.part_name(0, 0, 0, 0x1B2C3D4E)}  manifest rows; rank, attempt, number, crc32c of the file
+      {spec.JOURNAL_DIR}/                       only while recording, or after a kill
+        {spec.segment_name(0, 0, 1)}   rows that are in no part yet"""
+
+
+def rules() -> str:
+    """Return the rules on names, chunks, shards and the journal."""
+    names = ", ".join(f"`{name!r}` → `{spec.escape(name)}`" for name in ("layer1.0.conv1", "Mixed_5b", "", "..", "a/b"))
+    arrays = ", ".join(
+        f"`{name}`"
+        for name in (
+            spec.array_name("activation"),
+            spec.array_name("activation", phase="eval"),
+            spec.array_name("parameter", leaf="weight"),
+            spec.array_name("activation", leaf="0"),
+            spec.array_name("activation", dtype="bfloat16"),
+            spec.array_name("activation", chunk=(8, 64, 768)),
+            spec.array_name("activation", calls=True),
+            spec.array_name("activation", rank=3),
+        )
+    )
+    return f"""- **Names.** Up to {spec.COMPONENT_BYTES} bytes exact, beyond that cut and ended by a hash: {names}.
+- **Arrays.** One per kind, leaf, phase, dtype, size class, and for calls from 1 on: {arrays}.
+  Bits of the dtypes that have no registered Zarr name are stored as unsigned integers; the torch dtype is in the attributes and in the manifest.
+- **Chunks** have the shape of the first capture. A later one with a smaller batch (at least half) or with other dimensions of the same power-of-two class
+  is padded with the fill value (NaN for floats, else 0); a larger one gets a sibling array. The true shape is in the manifest.
+- **Shards** have about {spec.SHARD_TARGET_BYTES >> 20} MiB when full and at most {spec.MAX_SHARD_ENTRIES:,} entries. Each chunk starts at a multiple of
+  {spec.CHUNK_ALIGNMENT_BYTES} bytes, each write at a multiple of {spec.PAGE_BYTES:,}. Inner codecs: `bytes` (little-endian), the compressor if there is one, `crc32c`.
+  The index stands at the end (`bytes`, `crc32c`), and before it a trailer of {spec.TRAILER_BYTES} bytes (`{spec.TRAILER_MAGIC.decode()}`, offset, length and crc32c as
+  `{spec.TRAILER_FORMAT}`) that leads to the shard's own manifest rows, an Arrow IPC stream. Batches that were not recorded are missing chunks: no bytes, no row.
+- **Journal.** Frames of `{spec.FRAME_FORMAT}` (payload length, kind, crc32c over both and the payload) and the payload: kind {spec.FRAME_SCHEMA} the Arrow schema,
+  {spec.FRAME_ROWS} an Arrow record batch, {spec.FRAME_SYNC} a sync mark (`{spec.SYNC_FORMAT}`: rows of the segment that are durable). Reading ends at the first frame that is torn.
+  A segment of {spec.SEGMENT_ROWS:,} rows becomes a part."""
+
+
+def dtype_table() -> str:
+    """Return the table of dtypes."""
+    lines = ["| torch | Zarr | NumPy |", "|---|---|---|"]
+    for dtype in spec.DTYPES.values():
+        stored = dtype.zarr if dtype.zarr == dtype.name else f"{dtype.zarr} (bits)"
+        lines.append(f"| {dtype.name} | {stored} | {dtype.numpy or 'none: read it with `.tensor`'} |")
+    return "\n".join(lines)
+
+
+def manifest_table() -> str:
+    """Return the table of the manifest's columns."""
+    rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in spec.MANIFEST_COLUMNS]
+    return "\n".join(["| column | Arrow type | meaning |", "|---|---|---|", *rows])
+
+
+def section() -> str:
+    """Return the whole section."""
+    return "\n\n".join([BEGIN, layout(), rules(), "Dtypes:", dtype_table(), "The manifest:", manifest_table(), END])
+
+
+def main() -> None:
+    """Write or check the section."""
+    text = README.read_text()
+    start, end = text.index(BEGIN), text.index(END) + len(END)
+    current = text[:start] + section() + text[end:]
+    if "--check" in sys.argv:
+        if current != text:
+            sys.exit("README.md: the section on the disk format is not current; run `.venv/bin/python tools/readme.py`")
+    else:
+        README.write_text(current)
+
+
+if __name__ == "__main__":
+    main()
