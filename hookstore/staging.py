@@ -199,28 +199,31 @@ class Stager:
             capture.array, capture.entry = array, entry
             self._stage_oversize(capture, shard, tensor)
             return
-        with self._lock:
-            region = array.region
-            if region is None or region.shard != shard:
-                region = self._open_region(array, shard)
-            if region is not None:
-                slot = region.reserved
-                region.reserved = slot + 1
-                region.pending += 1
-                if region.reserved == len(region.views):
-                    array.grow_region()
-                    self._close_region(region)
-        if region is None:
-            self._drop_capture(capture)
-            return
-        capture.array, capture.entry, capture.slot = array, entry, slot
+        region: Region | None = None
         transfer = None
         copied = False
-        try:
-            transfer = self._copy(region.views[slot], capture, tensor)
-            copied = True
+        try:  # from here on whatever happens (an interrupt, say) the slot must be handed over, or the writer would wait for it for ever
+            with self._lock:
+                found = array.region
+                if found is None or found.shard != shard:
+                    found = self._open_region(array, shard)
+                if found is not None:
+                    slot = found.reserved
+                    region = found
+                    found.pending += 1
+                    found.reserved = slot + 1
+                    if found.reserved == len(found.views):
+                        array.grow_region()
+                        self._close_region(found)
+            if region is not None:
+                capture.array, capture.entry, capture.slot = array, entry, slot
+                transfer = self._copy(region.views[slot], capture, tensor)
+                copied = True
         finally:
-            self._hand_over(region, capture if copied else None, transfer)
+            if region is not None:
+                self._hand_over(region, capture if copied else None, transfer)
+        if region is None:
+            self._drop_capture(capture)
 
     def note(self, capture: Capture) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.

@@ -24,6 +24,7 @@ from typing import Any
 from crc32c import crc32c
 
 from hookstore.arrays import ArrayStore
+from hookstore.errors import RecorderClosedError
 from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
 from hookstore.manifest import ManifestWriter, make_batch, rows_to_stream
@@ -170,6 +171,7 @@ class Writer:
         self._synced_at = time.monotonic()
         self._needs_mark = False
         self._stopping = False
+        self._is_finished = False
         self._main = threading.main_thread()
         self._thread = threading.Thread(target=self._run, name="hookstore-writer")
 
@@ -204,7 +206,8 @@ class Writer:
         """
         self._stager.queue.put(_Stop())
         self._thread.join()
-        self._raise_failure()
+        if not self._is_finished:
+            self._raise_failure()
 
     @property
     def is_alive(self) -> bool:
@@ -222,6 +225,8 @@ class Writer:
             while not (self._stopping and self._stager.is_empty and self._stager.queue.empty()):
                 self._turn()
             self._finish()
+            self._is_finished = True
+            self._stager.fail(RecorderClosedError(f"{self._run_path} is finished, because it was closed or the main thread has ended"))
         except BaseException as failure:  # it is raised in the training loop
             self._stager.fail(failure)
             with contextlib.suppress(OSError):

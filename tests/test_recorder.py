@@ -502,6 +502,30 @@ def test_script_that_ends_without_close_is_finished_by_the_writer(path, ending):
         assert [run[""].activation[0, batch][0] for batch in range(30)] == list(range(30))
 
 
+def test_thread_that_outlives_the_main_thread_gets_an_error_and_no_hang(path):
+    done = run_script(
+        """
+        import threading, time
+        recorder = hookstore.record((model := Returns()), sys.argv[1], layers="", buffer_bytes=1 << 20)
+        def train():
+            threading.main_thread().join()
+            try:
+                while True:
+                    model(torch.ones(10_000))
+            except hookstore.RecorderClosedError as error:
+                print(error)
+        model(torch.zeros(3))
+        threading.Thread(target=train).start()
+        """,
+        path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the main thread has ended" in done.stdout
+    with hookstore.open(path) as run:
+        assert run.info().state == "finished"
+        assert run[""].activation[0, 0].tolist() == [0.0] * 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_acknowledged_captures_survive_a_kill(path, number):
     done = run_script(
