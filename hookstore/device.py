@@ -87,6 +87,13 @@ class Device(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer | None:
         """Copy ``source`` (any layout; cast to the dtype of ``destination``) into host memory.
 
+        Parameters
+        ----------
+        destination : torch.Tensor
+            Contiguous. Where it is larger than ``source``, that goes into its corner; the rest holds its padding already.
+        source : torch.Tensor
+            On the device, with as many dimensions.
+
         Returns
         -------
         Transfer or None
@@ -100,7 +107,12 @@ class CpuDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy at once; see `Device.copy`."""
-        destination.copy_(source)
+        _corner(destination, source).copy_(source)
+
+
+def _corner(chunk: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a chunk that a tensor fills."""
+    return chunk if chunk.shape == tensor.shape else chunk[tuple(slice(size) for size in tensor.shape)]
 
 
 class StreamRuntime(Protocol):
@@ -160,16 +172,27 @@ class StreamDevice:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer | None:
         """Put snapshot and transfer on their streams; see `Device.copy`. Waits only when the ring is full."""
         runtime = self._runtime
+        corner = _corner(destination, source)
+        # A transfer must find contiguous memory: torch would send another one through pageable memory and wait for it.
+        is_padded = not corner.is_contiguous()
+        if not is_padded:
+            destination = corner
         num_bytes = destination.numel() * destination.element_size()
         with self._lock:
             offset = self._take_block(num_bytes)
             if offset is None:
-                self._copy_without_snapshot(destination, source)
+                self._copy_without_snapshot(corner, source)
                 return None
             assert self._ring is not None
             block = self._ring[offset : offset + num_bytes].view(destination.dtype).view(destination.shape)
             current = runtime.current_stream()
-            runtime.copy(current, block, source)
+            try:
+                if is_padded:
+                    runtime.copy(current, block, destination)
+                runtime.copy(current, _corner(block, source), source)
+            except BaseException:
+                self._blocks.give_back(offset, num_bytes)
+                raise
             self._follow(current)
             runtime.copy(self._side, destination, block)
             transfer = StreamTransfer(runtime, runtime.record(self._side), offset, num_bytes)
@@ -181,9 +204,17 @@ class StreamDevice:
         self._runtime.wait(self._side, self._runtime.record(current))
 
     def _copy_without_snapshot(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        # Lazy conjugation and negation are resolved here after the copy: torch would do it in host memory before a copy that does not block has arrived.
+        is_conjugate, is_negative = source.is_conj(), source.is_neg()
+        bits = source.conj() if is_conjugate else source
+        bits = torch._neg_view(bits) if is_negative else bits
         current = self._runtime.current_stream()
-        self._runtime.copy(current, destination, source)
+        self._runtime.copy(current, destination, bits)
         self._runtime.synchronize(self._runtime.record(current))
+        if is_conjugate:
+            destination.conj_physical_()
+        if is_negative:
+            destination.neg_()
 
     def _take_block(self, num_bytes: int) -> int | None:
         """Return the offset of a free block, waiting for earlier transfers if need be, or ``None`` if the ring is smaller than that."""
@@ -194,6 +225,8 @@ class StreamDevice:
         while self._under_way and self._runtime.is_done(self._under_way[0].event):
             self._free_oldest()
         while (offset := self._blocks.take(num_bytes)) is None:
+            if not self._under_way:
+                return None  # an interrupt has cost the ring a block
             self._under_way[0].wait()
             self._free_oldest()
         return offset
@@ -211,6 +244,8 @@ class StreamDevice:
             except torch.OutOfMemoryError:
                 num_bytes //= 2
             else:
+                # Earlier work of this stream may still use that memory, for all the allocator knows; snapshots on other streams must not meet it.
+                self._runtime.synchronize(self._runtime.record(self._runtime.current_stream()))
                 self._blocks = FreeList(num_bytes, _BLOCK_ALIGNMENT_BYTES)
                 return
 

@@ -26,11 +26,16 @@ def tensor_leaves(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def argument_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor that a module was called with: the leaves of the only argument, else under its position or keyword."""
-    if len(args) == 1 and not kwargs:
+    """Yield each tensor that a module was called with.
+
+    With one positional argument and no tensors among the keywords its leaves stand for themselves; otherwise each is found under its argument's position
+    or keyword.
+    """
+    named = list(_walk(kwargs, (), ())) if kwargs else []
+    if len(args) == 1 and not named:
         yield from tensor_leaves(args[0])
     else:
-        for path, tensor in (*_walk(args, (), ()), *_walk(kwargs, (), ())):
+        for path, tensor in (*_walk(args, (), ()), *named):
             yield leaf_path(path), tensor
 
 

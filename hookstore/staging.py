@@ -202,6 +202,7 @@ class Stager:
         region: Region | None = None
         transfer = None
         copied = False
+        reason = ""
         try:  # from here on whatever happens (an interrupt, say) the slot must be handed over, or the writer would wait for it for ever
             with self._lock:
                 found = array.region
@@ -219,11 +220,13 @@ class Stager:
                 capture.array, capture.entry, capture.slot = array, entry, slot
                 transfer = self._copy(region.views[slot], capture, tensor)
                 copied = True
+        except torch.OutOfMemoryError:  # training is never killed by a capture
+            reason = f"{tensor.device} has no memory for a copy"
         finally:
             if region is not None:
                 self._hand_over(region, capture if copied else None, transfer)
-        if region is None:
-            self._drop_capture(capture)
+        if not copied:
+            self._drop_capture(capture, reason)
 
     def note(self, capture: Capture) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.
@@ -240,7 +243,6 @@ class Stager:
     def _copy(self, slot: torch.Tensor, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
         if capture.shape != tuple(slot.shape):
             _fill(slot, capture.dtype)
-            slot = slot[tuple(slice(size) for size in capture.shape)]
         device = self._devices.of(tensor)
         if torch._C._len_torch_dispatch_stack() > 0:
             # A dispatch mode around the user's forward (selective checkpointing, FLOP counters) must not see our copy.
@@ -260,14 +262,15 @@ class Stager:
             if region.closed and region.pending == 0:
                 self.queue.put(region)
 
-    def _drop_capture(self, capture: Capture) -> None:
+    def _drop_capture(self, capture: Capture, reason: str = "") -> None:
         self.num_dropped += 1
-        capture.array, capture.status, capture.reason = None, "dropped", f"the staging buffer of {self.arena_bytes:,} bytes was full"
+        reason = reason or f"the staging buffer of {self.arena_bytes:,} bytes was full"
+        capture.array, capture.status, capture.reason = None, "dropped", reason
         self.note(capture)
         if self.num_dropped == 1:
             warnings.warn(
-                f"captures are being dropped, first {capture.kind} of layer {capture.layer!r}: the disk does not keep up and the staging buffer of "
-                f"{self.arena_bytes:,} bytes is full (the manifest lists every dropped capture; on_full='block' waits instead)",
+                f"captures are being dropped, first {capture.kind} of layer {capture.layer!r}: {reason} (the manifest lists every dropped capture; "
+                "on_full='block' waits for the disk instead)",
                 CaptureWarning,
                 stacklevel=2,
             )
@@ -355,7 +358,11 @@ class Stager:
             piece = self._take_piece(oversize, start, length)
             with torch.inference_mode(mode=False):
                 target = self._arena[piece.offset : piece.offset + length]
-            piece.transfer = self._devices.of(flat).copy(target, flat[start : start + length])
+            try:
+                piece.transfer = self._devices.of(flat).copy(target, flat[start : start + length])
+            except BaseException:
+                self.release(piece)
+                raise
             self.queue.put(piece)
         with self._lock:
             self.num_staged += 1
