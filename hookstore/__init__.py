@@ -5,6 +5,7 @@ Recording (``record``) and reading (``open``) load apart: opening a run imports 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hookstore.errors import (
@@ -24,8 +25,9 @@ from hookstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from hookstore.captures import Captures, LayerRun
     from hookstore.recorder import Progress, Recorder, record
-    from hookstore.run import Captures, LayerRun, Run, RunInfo, open  # noqa: A004
+    from hookstore.run import Run, RunInfo, open  # noqa: A004
 
 __version__ = "0.1.0"
 
@@ -54,19 +56,16 @@ __all__ = [
     "record",
 ]
 
-_RECORDING = ("Progress", "Recorder", "record")
-_READING = ("Captures", "LayerRun", "Run", "RunInfo", "open")
+_HOME = {
+    **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
+    **dict.fromkeys(("Captures", "LayerRun"), "hookstore.captures"),
+    **dict.fromkeys(("Run", "RunInfo", "open"), "hookstore.run"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RECORDING:
-        from hookstore import recorder
-
-        return getattr(recorder, name)
-    if name in _READING:
-        from hookstore import run
-
-        return getattr(run, name)
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'hookstore' has no attribute {name!r}")
 
 

@@ -21,11 +21,12 @@ from hookstore import __version__
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
 from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
-from hookstore.hooks import TORCH_DTYPES, ModelHooks, Sink
+from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.schedule import Batches, Clock, Placed, Schedule, When
 from hookstore.selection import Layer, LayerPattern, select_layers
 from hookstore.shards import codec_metadata, sync_directory, write_atomically
+from hookstore.sink import TORCH_DTYPES, Sink
 from hookstore.staging import Stager
 from hookstore.writer import Writer
 

@@ -151,7 +151,8 @@ def test_gradient_of_odd_views_equals_that_of_a_retained_copy(path, view):
         np.testing.assert_allclose(run[""].gradient[0, 0], reference.grad.numpy(), rtol=1e-6)
 
 
-def test_view_of_a_tensor_from_outside_that_is_edited_is_a_row_and_not_a_wrong_value(path):
+@pytest.mark.parametrize("is_used_before", [True, False])
+def test_view_of_a_tensor_from_outside_that_is_edited_is_a_row_and_not_a_wrong_value(path, is_used_before):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -160,7 +161,7 @@ def test_view_of_a_tensor_from_outside_that_is_edited_is_a_row_and_not_a_wrong_v
         def forward(self, inputs):
             shared = inputs * 1
             flat = self.flatten(shared)
-            before = flat.sum() * 3
+            before = flat.sum() * 3 if is_used_before else 0
             flat.mul_(2)
             return before + flat.sum()
 
@@ -171,6 +172,18 @@ def test_view_of_a_tensor_from_outside_that_is_edited_is_a_row_and_not_a_wrong_v
         assert values(run["flatten"].activation, 0, 0) == [[1.0] * 4] * 2
         with pytest.raises(hookstore.MissingCaptureError, match="skipped: .*edited in place"):
             run["flatten"].gradient[0, 0]
+        assert run["flatten"].gradient.rows.num_rows == 1
+
+
+def test_views_of_one_leaf_collect_no_hooks(path):
+    model = nn.Flatten(0)
+    leaf = torch.ones(2, 2, requires_grad=True)
+    with recording(model, path, layers="", kinds="gradient"):
+        for _ in range(5):
+            model(leaf).sum().backward()
+            assert len(leaf._backward_hooks or ()) <= 1
+    with hookstore.open(path) as run:
+        assert [values(run[""].gradient, 0, batch) for batch in range(5)] == [[1.0] * 4] * 5
 
 
 def test_base_of_a_returned_view_that_has_other_uses_adds_nothing(path):
