@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 import ml_dtypes
 import numpy as np
 from zarr.core.buffer.core import default_buffer_prototype
+from zarr.core.buffer.cpu import Buffer
 from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasItemSize
 from zarr.core.dtype.npy.common import float_from_json_v3, float_to_json_v3
@@ -25,11 +26,13 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
+from hookstore.files import write_atomically
 from hookstore.format import DTYPES, ArraySpec, escape
-from hookstore.shards import write_atomically
 
 if TYPE_CHECKING:
     from zarr.core.common import ZarrFormat
+
+__all__ = ["ArrayStore", "BFloat16", "Buffer", "Float8E5M2", "array_metadata"]
 
 
 class _MlFloat(ZDType[Any, Any], HasItemSize):
@@ -87,7 +90,9 @@ class _MlFloat(ZDType[Any, Any], HasItemSize):
         return self._scalar(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: ZarrFormat) -> Any:  # noqa: ARG002
-        """Read a fill value."""
+        """Read a fill value: a number, "NaN", "Infinity", "-Infinity" or the bits as "0x…"."""
+        if isinstance(data, str) and data.startswith("0x"):
+            return np.array(int(data, 16), dtype=f"<u{self.item_size}").view(self._scalar)[()]
         return self._scalar(float_from_json_v3(data))
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> Any:  # noqa: ARG002
@@ -112,12 +117,15 @@ class Float8E5M2(_MlFloat):
     _zarr_v3_name: ClassVar[str] = "float8_e5m2"
     _scalar = ml_dtypes.float8_e5m2
 
+    def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> Any:
+        """Write a fill value; NaN as its bits, which is the form that zarrs reads too."""
+        return "0x7e" if np.isnan(self.cast_scalar(data)) else super().to_json_scalar(data, zarr_format=zarr_format)
+
 
 for _type in (BFloat16, Float8E5M2):
-    # Also where hookstore is on the path without being installed, and so without entry points.
+    # zarr-python 3.1 gathers the entry points of "zarr.data_type" but never loads them. It does load those of "zarr.buffer", before it looks at any metadata,
+    # so pyproject.toml names Buffer of this module there: zarr-python's own class, whose loading brings these lines about.
     data_type_registry.register(_type._zarr_v3_name, _type)
-
-_READ_WITH = default_buffer_prototype()
 
 
 @dataclass(slots=True)
@@ -208,18 +216,15 @@ class ArrayStore:
         self._write(self.directory(spec), array_metadata(spec, tuple(layer.extents), names), is_new=is_new)
 
     def _write_group(self, directory: str, attributes: dict[str, Any]) -> None:
-        contents = GroupMetadata(attributes=attributes).to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes()
+        contents = GroupMetadata(attributes=attributes).to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes()
         self._write(directory, contents, is_new=True)
 
     def _write(self, directory: str, contents: bytes, *, is_new: bool) -> None:
         """Write a ``zarr.json``. One that takes the place of another is synced first, a new one together with the first captures."""
         path = os.path.join(directory, "zarr.json")
-        if not is_new:
-            write_atomically(path, contents)
-            return
-        with open(path, "xb") as file:
-            file.write(contents)
-        self.unsynced.update((path, directory, os.path.dirname(directory)))
+        write_atomically(path, contents, sync=not is_new)
+        if is_new:
+            self.unsynced.update((path, directory, os.path.dirname(directory)))
 
     def _dimension_names(self, layer: _LayerState, spec: ArraySpec) -> list[str]:
         """Name the dimensions so that no name has two sizes within the layer's group, which xarray would refuse."""
@@ -228,7 +233,9 @@ class ArrayStore:
             is_sample = position == 0 and spec.kind != "parameter"
             if is_sample and layer.num_samples is None:
                 layer.num_samples = size
-            names.append("sample" if is_sample and layer.num_samples == size else f"{spec.name}_{position}")
+            # "activation_1", "parameter_0.weight": the position comes before the first dot, where no array has one in its name
+            rest = spec.name.removeprefix(spec.kind)
+            names.append("sample" if is_sample and layer.num_samples == size else f"{spec.kind}_{position}{rest}")
         return names
 
 
@@ -282,4 +289,4 @@ def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: l
         "dimension_names": dimension_names,
     }
     metadata = ArrayV3Metadata.from_dict(contents)
-    return metadata.to_buffer_dict(_READ_WITH)["zarr.json"].to_bytes()
+    return metadata.to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes()

@@ -189,7 +189,7 @@ DTYPES: dict[str, DType] = {
         DType("bfloat16", "bfloat16", "bfloat16", 2, "NaN", 0x7FC0),
         DType("float32", "float32", "float32", 4, "NaN", 0x7FC0_0000),
         DType("float64", "float64", "float64", 8, "NaN", 0x7FF8_0000_0000_0000),
-        DType("float8_e5m2", "float8_e5m2", "float8_e5m2", 1, "NaN", 0x7E),
+        DType("float8_e5m2", "float8_e5m2", "float8_e5m2", 1, "0x7e", 0x7E),
         DType("float8_e4m3fn", "uint8", "float8_e4m3fn", 1, 0, 0),
         DType("float8_e4m3fnuz", "uint8", "float8_e4m3fnuz", 1, 0, 0),
         DType("float8_e5m2fnuz", "uint8", "float8_e5m2fnuz", 1, 0, 0),
@@ -239,8 +239,19 @@ def _escape_character(character: str) -> str:
 
 
 def leaf_path(parts: Sequence[str | int]) -> str:
-    """Join the keys and positions that lead to a tensor inside a nested value; a dot inside a key is written ``%2e``."""
-    return ".".join(str(part).replace("%", "%25").replace(".", "%2e") for part in parts)
+    """Join the keys and positions that lead to a tensor inside a nested value, so that no two ways to a tensor come out alike.
+
+    A dot inside a key is written ``%2e``, half of a surrogate pair ``%uhhhh``, and a key that could be taken for a position gets a ``~`` in front.
+    """
+    return ".".join(map(_leaf_part, parts))
+
+
+def _leaf_part(part: str | int) -> str:
+    if not isinstance(part, str):
+        return str(part)
+    text = part.replace("%", "%25").replace(".", "%2e")
+    text = "".join(f"%u{ord(character):04x}" if "\ud800" <= character <= "\udfff" else character for character in text)
+    return f"~{text}" if text[:1] == "~" or text.lstrip("-").isdigit() else text
 
 
 def array_name(

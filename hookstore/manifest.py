@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from hookstore.errors import CorruptRunError
+from hookstore.files import sync_directory, write_atomically
 from hookstore.format import (
     FRAME_BYTES,
     FRAME_FORMAT,
@@ -35,7 +36,6 @@ from hookstore.format import (
     part_name,
     segment_name,
 )
-from hookstore.shards import sync_directory, write_atomically
 
 _TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
@@ -51,6 +51,8 @@ SCHEMA = pa.schema([pa.field(name, _TYPES[kind], nullable=name == "loss_scale") 
 # Neighbouring rows differ by little in these, and dictionaries would not pay.
 _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
+# What pyarrow and struct raise for bytes of any other kind.
+_NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, OSError, struct.error)
 
 
 def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
@@ -195,7 +197,13 @@ class Segment:
 
 
 def read_segment(contents: bytes) -> Segment:
-    """Read a journal segment up to the first frame that is torn or damaged."""
+    """Read a journal segment up to the first frame that is torn or damaged.
+
+    Raises
+    ------
+    pyarrow.ArrowException, ValueError, struct.error
+        If a frame with a right checksum holds what no writer of this format wrote.
+    """
     batches: list[pa.RecordBatch] = []
     num_durable = position = 0
     schema: pa.Schema | None = None
@@ -207,11 +215,20 @@ def read_segment(contents: bytes) -> Segment:
         if kind == FRAME_SCHEMA:
             schema = pa.ipc.read_schema(pa.py_buffer(payload))
         elif kind == FRAME_ROWS and schema is not None:
-            batches.append(pa.ipc.read_record_batch(pa.py_buffer(payload), schema))
+            batches.append(_checked(pa.ipc.read_record_batch(pa.py_buffer(payload), schema)))
         elif kind == FRAME_SYNC:
             num_durable = struct.unpack(SYNC_FORMAT, payload)[0]
         position += FRAME_BYTES + length
     return Segment(batches, num_durable, position)
+
+
+def _checked(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
+    """Return rows in the manifest's schema; Arrow trusts what it reads unless it is asked to look."""
+    rows.validate(full=True)
+    cast = rows.cast(SCHEMA)
+    if any(cast.column(field.name).null_count for field in SCHEMA if not field.nullable):
+        raise ValueError("there are nulls where the schema has none")
+    return cast
 
 
 def read_manifest(run_path: str) -> pa.Table:
@@ -225,7 +242,7 @@ def read_manifest(run_path: str) -> pa.Table:
     Raises
     ------
     CorruptRunError
-        If a part does not match the checksum in its name.
+        If a part does not match the checksum in its name, or a part or a segment makes no sense.
     """
     pieces: dict[tuple[int, int, int], pa.Table] = {}
     for name in _listdir(os.path.join(run_path, JOURNAL_DIR)):
@@ -234,10 +251,14 @@ def read_manifest(run_path: str) -> pa.Table:
             continue
         try:
             with open(os.path.join(run_path, JOURNAL_DIR, name), "rb") as file:
-                segment = read_segment(file.read())
+                contents = file.read()
         except FileNotFoundError:
             continue  # it has become a part since the listing
-        pieces[key] = pa.Table.from_batches([batch.cast(SCHEMA) for batch in segment.batches], schema=SCHEMA)
+        path = os.path.join(run_path, JOURNAL_DIR, name)
+        try:
+            pieces[key] = pa.Table.from_batches(read_segment(contents).batches, schema=SCHEMA)
+        except _NONSENSE as error:
+            raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
     for name in _listdir(os.path.join(run_path, MANIFEST_DIR)):
         parsed = parse_part_name(name)
         if parsed is not None:
@@ -254,7 +275,10 @@ def _read_part(path: str, crc: int) -> pa.Table:
         raise CorruptRunError(
             f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
         )
-    return pq.read_table(pa.BufferReader(contents), page_checksum_verification=True).cast(SCHEMA)
+    try:
+        return _checked(pq.read_table(pa.BufferReader(contents), page_checksum_verification=True))
+    except _NONSENSE as error:
+        raise CorruptRunError(f"manifest part {path} holds what no writer of this format wrote: {error}", path=path) from error
 
 
 def _listdir(path: str) -> list[str]:

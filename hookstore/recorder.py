@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 from hookstore import __version__
+from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
+from hookstore.files import sync_directory, write_atomically
 from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
 from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.schedule import Batches, Clock, Placed, Schedule, When
 from hookstore.selection import Layer, LayerPattern, select_layers
-from hookstore.shards import codec_metadata, sync_directory, write_atomically
 from hookstore.sink import TORCH_DTYPES, Sink
 from hookstore.staging import Stager
 from hookstore.writer import Writer

@@ -295,7 +295,9 @@ class Run:
             )
         bits = np.dtype(f"V{dtype.itemsize}") if dtype.itemsize == 16 else np.dtype(f"<u{dtype.itemsize}")
         if math.prod(shape) == 0:
-            return np.empty(shape, dtype=bits), dtype
+            empty = np.empty(shape, dtype=bits)
+            empty.flags.writeable = False
+            return empty, dtype
         chunk_shape, codec = self._chunk_layout(row)
         array, shard, offset, length = row["array"], row["shard"], row["offset"], row["length"]
         if not is_shard_key(shard) or offset < 0 or length <= CRC_BYTES:

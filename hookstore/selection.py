@@ -85,6 +85,12 @@ def select_layers(model: nn.Module, layers: LayerPattern | Iterable[LayerPattern
                 f"activation; select its children instead, such as {names[found[0]][0] + '.*'!r}"
             )
         chosen.update(called)
+    for key in chosen:
+        for name in names[key]:
+            if any("\ud800" <= character <= "\udfff" for character in name):
+                raise SelectionError(
+                    f"layers: the name {name!r} holds half of a surrogate pair, which UTF-8 and so the manifest cannot hold; rename that module"
+                )
     return [Layer(names[key][0], module, tuple(names[key][1:])) for key, module in modules.items() if key in chosen]
 
 

@@ -10,26 +10,24 @@ References
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import json
 import mmap
 import os
 import shutil
 import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numcodecs
 import numpy as np
 from crc32c import crc32c
 
-from hookstore.errors import CorruptRunError, OptionError
+from hookstore.codecs import compressor
+from hookstore.errors import CorruptRunError
+from hookstore.files import DirectWriter, Sink, sync_directory
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
-    DTYPES,
     MISSING,
     PAGE_BYTES,
     TRAILER_BYTES,
@@ -40,254 +38,19 @@ from hookstore.format import (
     unsealed_name,
 )
 
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
-_LONGEST_WRITE = 0x7FFF_F000
-_MAX_OPEN_FILES = 128
-_SINK_BYTES = 4 << 20
-_SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
-
-# Codecs -----------------------------------------------------------------------------------------------------------
-
-_CODEC_SHORTHANDS: dict[str, dict[str, Any]] = {
-    "zstd": {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
-    "lz4": {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "blocksize": 0}},
-}
-# Of numcodecs' many only these: a run is untrusted input, and there is one codec that unpickles.
-_NUMCODECS = ("blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd")
-_BLOSC_SHUFFLE = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
-
-
-def codec_metadata(codec: str | dict[str, Any] | None, dtype: str) -> str | None:
-    """Return the compressor of an array as canonical JSON: Zarr v3 codec metadata with every default written out.
-
-    Parameters
-    ----------
-    codec : str, dict or None
-        As given to `hookstore.record`.
-    dtype : str
-        Key of `hookstore.format.DTYPES`; decides blosc's element size.
-
-    Raises
-    ------
-    OptionError
-        If the codec is not known, or its configuration is refused.
-    """
-    if codec is None:
-        return None
-    metadata = _CODEC_SHORTHANDS.get(codec) if isinstance(codec, str) else codec
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str) or not set(metadata) <= {"name", "configuration"}:
-        raise OptionError(
-            f"codec: expected None, 'zstd', 'lz4' or Zarr codec metadata such as {{'name': 'zstd', 'configuration': {{'level': 3}}}}, got {codec!r}",
-            option="codec",
-        )
-    configuration = dict(metadata.get("configuration") or {})
-    if metadata["name"] == "blosc":
-        defaults = {"cname": "zstd", "clevel": 5, "shuffle": "shuffle", "blocksize": 0}
-        configuration = {"typesize": DTYPES[dtype].itemsize, **defaults, **configuration}
-    elif metadata["name"] == "zstd":
-        configuration = {"level": 3, "checksum": False, **configuration}
-    elif metadata["name"] == "gzip":
-        configuration = {"level": 5, **configuration}
-    text = json.dumps({"name": metadata["name"], "configuration": configuration}, sort_keys=True)
-    compressor(text)
-    return text
-
-
-def compressor(metadata: str) -> Any:  # numcodecs has no types
-    """Return the numcodecs compressor for canonical codec metadata.
-
-    Raises
-    ------
-    OptionError
-        If there is none, or it refuses its configuration.
-    """
-    codec = json.loads(metadata)
-    name, configuration = codec["name"], dict(codec.get("configuration") or {})
-    try:
-        if name == "blosc":
-            shuffle = _BLOSC_SHUFFLE[configuration["shuffle"]]
-            made = numcodecs.Blosc(
-                configuration["cname"], configuration["clevel"], shuffle, configuration["blocksize"], typesize=configuration["typesize"]
-            )
-        elif name in ("zstd", "gzip"):
-            made = numcodecs.get_codec({"id": name, **configuration})
-        elif name.removeprefix("numcodecs.") in _NUMCODECS and name.startswith("numcodecs."):
-            made = numcodecs.get_codec({"id": name.removeprefix("numcodecs."), **configuration})
-        else:
-            known = ", ".join(f"'numcodecs.{codec}'" for codec in _NUMCODECS)
-            raise OptionError(f"codec: {name!r} is not known; there are 'zstd', 'blosc', 'gzip' and {known}", option="codec")
-        made.decode(made.encode(b"hookstore"))
-    except OptionError:
-        raise
-    except Exception as error:
-        raise OptionError(f"codec: {name!r} does not take {configuration!r}: {error}", option="codec") from error
-    return made
-
-
 # Writing ----------------------------------------------------------------------------------------------------------
 
 
-class DirectWriter:
-    """Writes page-aligned memory at page-aligned offsets, past the page cache where the file system allows that.
-
-    Keeps few descriptors open, however many shards there are.
-    """
+class ShardFiles:
+    """What the shards of one writing thread share: the descriptors and one buffer."""
 
     def __init__(self) -> None:
-        self.is_direct = bool(_O_DIRECT)
-        self._open: OrderedDict[str, int] = OrderedDict()
-
-    def write(self, path: str, buffer: memoryview, offset: int) -> None:
-        """Write all of ``buffer``; address, length and offset are multiples of 4,096.
-
-        Raises
-        ------
-        OSError
-            From the operating system, with the path.
-        """
-        written = 0
-        while written < len(buffer):
-            try:
-                count = os.pwrite(self.descriptor(path), buffer[written : written + _LONGEST_WRITE], offset + written)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self.is_direct:
-                    # This file system does not take O_DIRECT: go on through the page cache, for good.
-                    self.is_direct = False
-                    self.close()
-                    continue
-                error.filename = path
-                raise
-            written += count // PAGE_BYTES * PAGE_BYTES if self.is_direct and written + count < len(buffer) else count
-
-    def descriptor(self, path: str) -> int:
-        """Return an open descriptor of a shard."""
-        descriptor = self._open.get(path)
-        if descriptor is not None:
-            self._open.move_to_end(path)
-            return descriptor
-        while len(self._open) >= _MAX_OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags | (_O_DIRECT if self.is_direct else 0), 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not self.is_direct:
-                raise
-            self.is_direct = False
-            descriptor = os.open(path, flags, 0o666)
-        self._open[path] = descriptor
-        return descriptor
-
-    def sync(self, path: str) -> None:
-        """Return when the file's bytes are on the device."""
-        _data_sync(self.descriptor(path))
-
-    def forget(self, path: str) -> None:
-        """Close a shard's descriptor."""
-        descriptor = self._open.pop(path, None)
-        if descriptor is not None:
-            os.close(descriptor)
+        self.writer = DirectWriter()
+        self.sink = Sink(self.writer)
 
     def close(self) -> None:
         """Close every descriptor."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
-_data_sync = getattr(os, "fdatasync", os.fsync)
-_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if os.name == "posix" else None
-
-
-def sync_directory(path: str) -> None:
-    """Return when the names in a directory are on the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_paths(paths: Iterable[str], file_system: str) -> None:
-    """Return when files, and names in directories, are on the device.
-
-    Parameters
-    ----------
-    paths : iterable of str
-        Files and directories, all in one file system.
-    file_system : str
-        A directory of that file system: where there are many paths and the system can do it, the whole file system is synced in one call.
-    """
-    wanted = list(paths)
-    if len(wanted) > _SYNC_WHOLE_ABOVE and _syncfs is not None:
-        wanted = [file_system]
-    for path in wanted:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if path == file_system and _syncfs is not None:
-                if _syncfs(descriptor) != 0:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-            else:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def write_atomically(path: str, contents: bytes) -> None:
-    """Replace a file by temporary file, sync and rename, so that a reader sees the old contents or the new ones."""
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.writing")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(contents)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, path)
-    sync_directory(directory)
-
-
-class _Sink:
-    """Gathers bytes that come in any size in aligned memory, and writes them in whole pages."""
-
-    def __init__(self, writer: DirectWriter) -> None:
-        self._writer = writer
-        self._memory = memoryview(mmap.mmap(-1, _SINK_BYTES))
-        self._filled = 0
-        self._path = ""
-        self.offset = 0
-
-    def begin(self, path: str, offset: int) -> None:
-        self._path, self.offset, self._filled = path, offset, 0
-
-    def add(self, contents: memoryview | bytes) -> None:
-        view = memoryview(contents).cast("B")
-        while view:
-            count = min(len(view), _SINK_BYTES - self._filled)
-            self._memory[self._filled : self._filled + count] = view[:count]
-            self._filled += count
-            view = view[count:]
-            if self._filled == _SINK_BYTES:
-                self._write(_SINK_BYTES)
-
-    def pad(self, multiple: int) -> None:
-        self.add(bytes(-(self.offset + self._filled) % multiple))
-
-    @property
-    def position(self) -> int:
-        return self.offset + self._filled
-
-    def finish(self) -> int:
-        self.pad(PAGE_BYTES)
-        self._write(self._filled)
-        return self.offset
-
-    def _write(self, count: int) -> None:
-        if count:
-            self._writer.write(self._path, self._memory[:count], self.offset)
-        self.offset += count
-        self._filled = 0
+        self.writer.close()
 
 
 class ShardWriter:
@@ -439,18 +202,6 @@ class ShardWriter:
         sync_directory(os.path.dirname(self.path))
 
 
-class ShardFiles:
-    """What the shards of one writing thread share: the descriptors and one buffer."""
-
-    def __init__(self) -> None:
-        self.writer = DirectWriter()
-        self.sink = _Sink(self.writer)
-
-    def close(self) -> None:
-        """Close every descriptor."""
-        self.writer.close()
-
-
 # Reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -538,7 +289,7 @@ class ShardReader:
                     path=path,
                 )
             self._checked.add(where)
-        contents = encoded if codec is None else memoryview(self._decode(codec, encoded)).cast("B")
+        contents = encoded if codec is None else self._decode(array, shard, codec, encoded, chunk_bytes)
         if len(contents) != chunk_bytes:
             path = os.path.join(self._layers_path, array, shard)
             raise CorruptRunError(
@@ -546,10 +297,17 @@ class ShardReader:
             )
         return contents.toreadonly()
 
-    def _decode(self, codec: str, encoded: memoryview) -> bytes:
-        if codec not in self._compressors:
-            self._compressors[codec] = compressor(codec)
-        return bytes(self._compressors[codec].decode(encoded))
+    def _decode(self, array: str, shard: str, codec: str, encoded: memoryview, chunk_bytes: int) -> memoryview:
+        made = self._compressors.get(codec)
+        if made is None:
+            made = self._compressors[codec] = compressor(codec)
+        try:
+            return memoryview(made.decode(encoded)).cast("B")
+        except (RuntimeError, ValueError, OSError, EOFError, MemoryError, zlib.error) as error:
+            path = os.path.join(self._layers_path, array, shard)
+            raise CorruptRunError(
+                f"shard {path}: a chunk does not decode with {codec} to {chunk_bytes:,} bytes: {error}", path=path
+            ) from error
 
     def _map(self, array: str, shard: str, end: int) -> mmap.mmap:
         """Return a map of the shard that reaches at least to ``end``."""

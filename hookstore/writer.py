@@ -24,11 +24,13 @@ from typing import Any
 from crc32c import crc32c
 
 from hookstore.arrays import ArrayStore
+from hookstore.codecs import compressor
 from hookstore.errors import RecorderClosedError
+from hookstore.files import sync_directory, sync_paths
 from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
 from hookstore.manifest import ManifestWriter, make_batch, rows_to_stream
-from hookstore.shards import ShardFiles, ShardWriter, compressor, sync_directory, sync_paths
+from hookstore.shards import ShardFiles, ShardWriter
 from hookstore.staging import Oversize, Piece, Region, Stager
 
 _POLL_S = 0.1

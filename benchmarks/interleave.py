@@ -1,0 +1,122 @@
+"""Times several ways of doing the same work side by side: one round of each in turn, over and over, in one process.
+
+Speeds of shared machines and disks drift by factors within minutes. What is compared is therefore not two medians but the two times of one round, and the
+median of those ratios.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+Round = dict[str, float]
+"""What one round of one contender measured: ``seconds``, which is compared, ``wall_s``, ``cpu_s``, and what the contender adds."""
+
+
+class Contender(Protocol):
+    """One way of doing the work."""
+
+    def turn(self) -> Mapping[str, float] | None:
+        """Do the work once; may return measurements of its own, of which ``seconds`` takes the place of the wall time."""
+
+    def verify(self) -> None:
+        """Assert, outside the time, that the last turn did it rightly."""
+
+
+def interleave(
+    benchmark: BenchmarkFixture,
+    contenders: Mapping[str, Contender],
+    *,
+    rounds: int,
+    prepare: Callable[[], None] = lambda: None,
+    finish: Callable[[], None] = lambda: None,
+) -> dict[str, list[Round]]:
+    """Time every contender in turn, after one round that warms up.
+
+    The last contender is the one that pytest-benchmark times as the benchmark; the others take their turns in its setup.
+
+    Parameters
+    ----------
+    benchmark : BenchmarkFixture
+        The fixture.
+    contenders : mapping
+        By name, in the order of their turns. Put beside each other what is to be compared most closely.
+    rounds : int
+        Rounds that count.
+    prepare : callable
+        Called before each turn, outside the time.
+    finish : callable
+        Called at the end of each turn, within the time.
+
+    Returns
+    -------
+    dict
+        For each contender its rounds.
+    """
+    measured: dict[str, list[Round]] = {name: [] for name in contenders}
+    *others, subject = contenders
+
+    def get_ready() -> None:
+        prepare()
+        gc.collect()  # so that nobody pays for the garbage of who came before
+
+    def take_turn(name: str) -> None:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        own = contenders[name].turn()
+        finish()
+        wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+        measured[name].append({"seconds": wall_s, "wall_s": wall_s, "cpu_s": cpu_s, **(own or {})})
+
+    def verify(name: str) -> None:
+        contenders[name].verify()
+
+    def let_others() -> None:
+        for name in others:
+            get_ready()
+            take_turn(name)
+            verify(name)
+        get_ready()
+
+    benchmark.pedantic(take_turn, args=(subject,), setup=let_others, teardown=verify, rounds=rounds, warmup_rounds=1)
+    return {name: taken[-rounds:] for name, taken in measured.items()}
+
+
+def report(benchmark: BenchmarkFixture, measured: Mapping[str, list[Round]], *, num_bytes: int, **facts: Any) -> None:
+    """Put what was measured into the benchmark's ``extra_info``.
+
+    Parameters
+    ----------
+    benchmark : BenchmarkFixture
+        The fixture.
+    measured : mapping
+        From `interleave`.
+    num_bytes : int
+        Bytes that ``seconds`` stands for.
+    **facts : Any
+        What else a reader of the numbers should know; JSON.
+    """
+    contenders = {}
+    for name, rounds in measured.items():
+        medians = {key: statistics.median(taken[key] for taken in rounds) for key in rounds[0]}
+        contenders[name] = {"bytes_per_s": num_bytes / medians["seconds"], "median": medians, "rounds": rounds}
+    benchmark.extra_info.update(
+        num_bytes=num_bytes,
+        torch_threads=torch.get_num_threads(),
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        contenders=contenders,
+        time_ratios={name: {other: _spread(measured[name], measured[other]) for other in measured} for name in measured},
+        **facts,
+    )
+
+
+def _spread(rounds: list[Round], others: list[Round]) -> dict[str, float]:
+    """Return median and range of the ratios between the times of each round."""
+    ratios = [taken["seconds"] / other["seconds"] for taken, other in zip(rounds, others, strict=True)]
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}

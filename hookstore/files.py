@@ -1,0 +1,202 @@
+"""Files: aligned writes past the page cache, syncs, atomic replacement."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from hookstore.format import PAGE_BYTES
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_LONGEST_WRITE = 0x7FFF_F000
+_MAX_OPEN_FILES = 128
+_SINK_BYTES = 4 << 20
+_SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
+
+
+class DirectWriter:
+    """Writes page-aligned memory at page-aligned offsets, past the page cache where the file system allows that.
+
+    Keeps few descriptors open, however many shards there are.
+    """
+
+    def __init__(self) -> None:
+        self.is_direct = bool(_O_DIRECT)
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def write(self, path: str, buffer: memoryview, offset: int) -> None:
+        """Write all of ``buffer``; address, length and offset are multiples of 4,096.
+
+        Raises
+        ------
+        OSError
+            From the operating system, with the path.
+        """
+        written = 0
+        while written < len(buffer):
+            try:
+                count = os.pwrite(self.descriptor(path), buffer[written : written + _LONGEST_WRITE], offset + written)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.is_direct:
+                    # This file system does not take O_DIRECT: go on through the page cache, for good.
+                    self.is_direct = False
+                    self.close()
+                    continue
+                error.filename = path
+                raise
+            written += count // PAGE_BYTES * PAGE_BYTES if self.is_direct and written + count < len(buffer) else count
+
+    def descriptor(self, path: str) -> int:
+        """Return an open descriptor of a shard."""
+        descriptor = self._open.get(path)
+        if descriptor is not None:
+            self._open.move_to_end(path)
+            return descriptor
+        while len(self._open) >= _MAX_OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags | (_O_DIRECT if self.is_direct else 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.is_direct:
+                raise
+            self.is_direct = False
+            descriptor = os.open(path, flags, 0o666)
+        self._open[path] = descriptor
+        return descriptor
+
+    def sync(self, path: str) -> None:
+        """Return when the file's bytes are on the device."""
+        try:
+            _data_sync(self.descriptor(path))
+        except OSError as error:
+            error.filename = path
+            raise
+
+    def forget(self, path: str) -> None:
+        """Close a shard's descriptor."""
+        descriptor = self._open.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+_data_sync = getattr(os, "fdatasync", os.fsync)
+_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if os.name == "posix" else None
+
+
+def sync_directory(path: str) -> None:
+    """Return when the names in a directory are on the device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_paths(paths: Iterable[str], file_system: str) -> None:
+    """Return when files, and names in directories, are on the device.
+
+    Parameters
+    ----------
+    paths : iterable of str
+        Files and directories, all in one file system.
+    file_system : str
+        A directory of that file system: where there are many paths and the system can do it, the whole file system is synced in one call.
+    """
+    wanted = list(paths)
+    if len(wanted) > _SYNC_WHOLE_ABOVE and _syncfs is not None:
+        wanted = [file_system]
+    for path in wanted:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if path == file_system and _syncfs is not None:
+                if _syncfs(descriptor) != 0:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+            else:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_atomically(path: str, contents: bytes, *, sync: bool = True) -> None:
+    """Write a file by temporary file, sync and rename, so that a reader sees the old contents or the new ones, whole.
+
+    Parameters
+    ----------
+    path : str
+        The file, which may exist.
+    contents : bytes
+        All of it.
+    sync : bool
+        Whether it is durable on return. Without that the caller has to sync the file and its directory before anything relies on it.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.writing")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(contents)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+    if sync:
+        sync_directory(directory)
+
+
+class Sink:
+    """Gathers bytes that come in any size in aligned memory, and writes them in whole pages."""
+
+    def __init__(self, writer: DirectWriter) -> None:
+        self._writer = writer
+        self._memory = memoryview(mmap.mmap(-1, _SINK_BYTES))
+        self._filled = 0
+        self._path = ""
+        self.offset = 0
+
+    def begin(self, path: str, offset: int) -> None:
+        """Start at an offset, a multiple of 4,096, of a file."""
+        self._path, self.offset, self._filled = path, offset, 0
+
+    def add(self, contents: memoryview | bytes) -> None:
+        """Append bytes."""
+        view = memoryview(contents).cast("B")
+        while view:
+            count = min(len(view), _SINK_BYTES - self._filled)
+            self._memory[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == _SINK_BYTES:
+                self._write(_SINK_BYTES)
+
+    def pad(self, multiple: int) -> None:
+        """Append zeros up to a multiple."""
+        self.add(bytes(-(self.offset + self._filled) % multiple))
+
+    @property
+    def position(self) -> int:
+        """Offset in the file of what is appended next."""
+        return self.offset + self._filled
+
+    def finish(self) -> int:
+        """Write what is left, padded to a whole page, and return the offset where it ends."""
+        self.pad(PAGE_BYTES)
+        self._write(self._filled)
+        return self.offset
+
+    def _write(self, count: int) -> None:
+        if count:
+            self._writer.write(self._path, self._memory[:count], self.offset)
+        self.offset += count
+        self._filled = 0
