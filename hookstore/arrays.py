@@ -163,6 +163,7 @@ class ArrayStore:
         self._num_epochs = num_epochs
         self._layers: dict[str, _LayerState] = {}
         self.unsynced: set[str] = set()
+        self._num_made = 0
         self._write_group(layers_path, {})
 
     def directory(self, spec: ArraySpec) -> str:
@@ -184,14 +185,11 @@ class ArrayStore:
         layer = self._layers.get(spec.layer)
         if layer is None:
             directory = os.path.join(self._layers_path, escape(spec.layer))
-            os.mkdir(directory)
             self._write_group(directory, {"layer": spec.layer})
-            self.unsynced.add(self._layers_path)
             layer = self._layers[spec.layer] = _LayerState(directory, [self._num_epochs or 1, epoch_batches or 1, 1])
         is_new = spec not in layer.arrays
         if is_new:
             layer.arrays.append(spec)
-            os.mkdir(self.directory(spec))
         wanted = [last[0] + 1, last[1] + 1, last[2] + 1]
         layer.seen = [max(pair) for pair in zip(layer.seen, wanted, strict=True)]
         if any(need > extent for need, extent in zip(wanted, layer.extents, strict=True)):
@@ -220,11 +218,22 @@ class ArrayStore:
         self._write(directory, contents, is_new=True)
 
     def _write(self, directory: str, contents: bytes, *, is_new: bool) -> None:
-        """Write a ``zarr.json``. One that takes the place of another is synced first, a new one together with the first captures."""
-        path = os.path.join(directory, "zarr.json")
-        write_atomically(path, contents, sync=not is_new)
-        if is_new:
-            self.unsynced.update((path, directory, os.path.dirname(directory)))
+        """Write a ``zarr.json``. One that takes the place of another is synced first, a new one together with the first captures.
+
+        A new group or array appears whole: readers would warn about a directory without metadata.
+        """
+        if not is_new:
+            write_atomically(os.path.join(directory, "zarr.json"), contents)
+            return
+        if os.path.isdir(directory):  # the root, which stands before anything reads it
+            write_atomically(os.path.join(directory, "zarr.json"), contents, sync=False)
+        else:
+            self._num_made += 1
+            making = os.path.join(os.path.dirname(self._layers_path), f".making-{os.getpid()}-{self._num_made}")
+            os.mkdir(making)
+            write_atomically(os.path.join(making, "zarr.json"), contents, sync=False)
+            os.rename(making, directory)
+        self.unsynced.update((os.path.join(directory, "zarr.json"), directory, os.path.dirname(directory)))
 
     def _dimension_names(self, layer: _LayerState, spec: ArraySpec) -> list[str]:
         """Name the dimensions so that no name has two sizes within the layer's group, which xarray would refuse."""

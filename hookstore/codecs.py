@@ -7,6 +7,7 @@ numcodecs has codecs that unpickle.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -80,8 +81,46 @@ def codec_metadata(codec: str | dict[str, Any] | None, dtype: str) -> str | None
     return json.dumps({"name": name, "configuration": configuration}, sort_keys=True)
 
 
+def decode(made: Any, encoded: memoryview, num_bytes: int) -> memoryview:
+    """Decode one chunk.
+
+    Parameters
+    ----------
+    made : object
+        From `compressor`.
+    encoded : memoryview
+        The chunk.
+    num_bytes : int
+        What it must give; a chunk that claims more is not unpacked.
+
+    Raises
+    ------
+    ValueError, RuntimeError, OSError, EOFError, zlib.error
+        If it does not decode, or claims another size.
+    """
+    if isinstance(made, numcodecs.GZip):
+        unpacker = zlib.decompressobj(wbits=31)
+        contents = unpacker.decompress(encoded, num_bytes + 1)
+        if len(contents) == num_bytes and not unpacker.eof:
+            raise ValueError(f"the chunk does not end after {num_bytes:,} bytes")
+        return memoryview(contents)
+    claimed = int.from_bytes(encoded[4:8], "little") if isinstance(made, numcodecs.Blosc) else _zstd_content_bytes(encoded)
+    if claimed != num_bytes:
+        raise ValueError(f"the chunk claims {claimed:,} bytes, its shape needs {num_bytes:,}")
+    return memoryview(made.decode(encoded)).cast("B")
+
+
+def _zstd_content_bytes(frame: memoryview) -> int:
+    """Return the content size in the header of a Zstandard frame (RFC 8878, 3.1.1.1), which numcodecs always writes."""
+    descriptor = frame[4] if len(frame) > 4 else 0
+    num_bytes = (1 if descriptor & 0x20 else 0, 2, 4, 8)[descriptor >> 6]
+    start = 5 + (0 if descriptor & 0x20 else 1) + (0, 1, 2, 4)[descriptor & 3]
+    field = bytes(frame[start : start + num_bytes])
+    return int.from_bytes(field, "little") + (256 if num_bytes == 2 else 0) if len(field) == num_bytes > 0 else -1
+
+
 def compressor(metadata: str) -> Any:
-    """Return the numcodecs compressor for canonical codec metadata; it has ``encode`` and ``decode``.
+    """Return the numcodecs compressor for canonical codec metadata; it has ``encode``. Decoding goes through `decode`.
 
     Raises
     ------

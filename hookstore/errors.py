@@ -8,6 +8,7 @@
     │   └── ClockError                              coordinates that are negative, not whole, or out of turn
     ├── UnsupportedModelError (TypeError)           a model or device that cannot be hooked
     ├── RecorderClosedError   (RuntimeError)        a call on a recorder that is closed
+    ├── RecorderBusyError     (RuntimeError)        a call from a signal handler in the middle of a capture
     ├── RunExistsError        (FileExistsError)     recording into a directory that holds something
     ├── NotARunError          (FileNotFoundError)   opening what is no run
     ├── FormatVersionError    (ValueError)          a run that a newer hookstore wrote
@@ -31,6 +32,7 @@ __all__ = [
     "MissingCaptureError",
     "NotARunError",
     "OptionError",
+    "RecorderBusyError",
     "RecorderClosedError",
     "RunExistsError",
     "SelectionError",
@@ -74,6 +76,10 @@ class UnsupportedModelError(HookstoreError, TypeError):
 
 class RecorderClosedError(HookstoreError, RuntimeError):
     """A call on a recorder after ``close()``."""
+
+
+class RecorderBusyError(HookstoreError, RuntimeError):
+    """A call that would wait for the very capture that it interrupts, as from a signal handler."""
 
 
 class RunExistsError(HookstoreError, FileExistsError):

@@ -14,6 +14,7 @@ from hookstore.format import PAGE_BYTES
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LONGEST_WRITE = 0x7FFF_F000
 _MAX_OPEN_FILES = 128
+_EMPTY_WRITES = 8
 _SINK_BYTES = 4 << 20
 _SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
 
@@ -27,6 +28,7 @@ class DirectWriter:
     def __init__(self) -> None:
         self.is_direct = bool(_O_DIRECT)
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._max_open = _MAX_OPEN_FILES
 
     def write(self, path: str, buffer: memoryview, offset: int) -> None:
         """Write all of ``buffer``; address, length and offset are multiples of 4,096.
@@ -36,7 +38,7 @@ class DirectWriter:
         OSError
             From the operating system, with the path.
         """
-        written = 0
+        written = num_empty = 0
         while written < len(buffer):
             try:
                 count = os.pwrite(self.descriptor(path), buffer[written : written + _LONGEST_WRITE], offset + written)
@@ -48,7 +50,18 @@ class DirectWriter:
                     continue
                 error.filename = path
                 raise
-            written += count // PAGE_BYTES * PAGE_BYTES if self.is_direct and written + count < len(buffer) else count
+            num_empty = num_empty + 1 if count == 0 else 0
+            if num_empty == _EMPTY_WRITES:
+                raise OSError(errno.EIO, f"the system wrote nothing, {num_empty} times", path)
+            written += count
+            if self.is_direct and written < len(buffer):
+                written = (
+                    written // PAGE_BYTES * PAGE_BYTES
+                )  # direct writes go on from a whole page; that page is one that nobody has acknowledged
+                if 0 < count < PAGE_BYTES:
+                    # Not one page: there may be no room for one, and it would be tried for ever. The page cache takes the rest, or says why not.
+                    self.is_direct = False
+                    self.close()
 
     def descriptor(self, path: str) -> int:
         """Return an open descriptor of a shard."""
@@ -56,18 +69,28 @@ class DirectWriter:
         if descriptor is not None:
             self._open.move_to_end(path)
             return descriptor
-        while len(self._open) >= _MAX_OPEN_FILES:
+        while len(self._open) >= self._max_open:
             os.close(self._open.popitem(last=False)[1])
+        try:
+            descriptor = self._open_file(path)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not self._open:
+                raise
+            self._max_open = max(1, len(self._open) // 2)  # others in this process want descriptors too
+            self.close()
+            descriptor = self._open_file(path)
+        self._open[path] = descriptor
+        return descriptor
+
+    def _open_file(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, flags | (_O_DIRECT if self.is_direct else 0), 0o666)
+            return os.open(path, flags | (_O_DIRECT if self.is_direct else 0), 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL or not self.is_direct:
                 raise
-            self.is_direct = False
-            descriptor = os.open(path, flags, 0o666)
-        self._open[path] = descriptor
-        return descriptor
+        self.is_direct = False
+        return os.open(path, flags, 0o666)
 
     def sync(self, path: str) -> None:
         """Return when the file's bytes are on the device."""
@@ -113,16 +136,20 @@ def sync_paths(paths: Iterable[str], file_system: str) -> None:
         A directory of that file system: where there are many paths and the system can do it, the whole file system is synced in one call.
     """
     wanted = list(paths)
-    if len(wanted) > _SYNC_WHOLE_ABOVE and _syncfs is not None:
+    whole = len(wanted) > _SYNC_WHOLE_ABOVE and _syncfs is not None
+    if whole:
         wanted = [file_system]
     for path in wanted:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if path == file_system and _syncfs is not None:
+            if whole and _syncfs is not None:
                 if _syncfs(descriptor) != 0:
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
             else:
                 os.fsync(descriptor)
+        except OSError as error:
+            error.filename = path
+            raise
         finally:
             os.close(descriptor)
 

@@ -25,6 +25,7 @@ JOURNAL_DIR = "journal"
 
 KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
 PHASES = ("train", "eval")
+LARGEST_COORDINATE = 2**40  # epochs and batches: what every Zarr reader takes as an extent
 STATUSES = ("ok", "dropped", "lost", "skipped")
 
 # Shards -----------------------------------------------------------------------------------------------------------

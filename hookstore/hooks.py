@@ -9,6 +9,7 @@ A hook that the user registers later than ours may replace an output after we sa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch.jit._trace import is_tracing
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -61,7 +63,7 @@ class LayerHooks:
         self.sink = sink
         self.kinds = frozenset(kinds)
         self.calls = _Calls()
-        self.watches: dict[str, GradientWatch] = {}
+        self.watches: list[GradientWatch] = []
         self._module = weakref.ref(layer.module)
         self._pre = _PreHook(self)
         self._post = _PostHook(self)
@@ -95,24 +97,44 @@ class LayerHooks:
             return None
         if stack and (stack[-1] is None or stack[-1].coordinates is not coordinates):
             stack.clear()  # left behind by a forward that raised
-        number = coordinates.calls.get(self.name, 0)
-        coordinates.calls[self.name] = number + 1
+        number = next(coordinates.calls.setdefault(self.name, itertools.count()))  # atomic: replicas of a module run on several threads
         self.sink.num_calls[self.name] = self.sink.num_calls.get(self.name, 0) + 1
         call = Call(coordinates, number, self.sink.clock.step, torch._C._autograd._get_sequence_nr())
         stack.append(call)
         return call
 
-    def watch(self, leaf: str, output: torch.Tensor, call: Call) -> None:
-        """Have the gradient of an output captured when it arrives."""
-        before = self.watches.get(leaf)
-        if before is not None and before.coordinates is not call.coordinates:
-            before.forget(output)
-        self.watches[leaf] = GradientWatch(self.sink, self.name, leaf, output, call)
+    def watch(self, outputs: list[tuple[str, torch.Tensor]], call: Call) -> None:
+        """Have the gradients of a call's outputs captured when they arrive."""
+        if self.watches and self.watches[0].coordinates is not call.coordinates:
+            current = {id(output): output for _, output in outputs}
+            for watch in self.watches:
+                watch.forget_any(current)
+            self.watches.clear()
+        bases: dict[int, list[GradientWatch]] = {}
+        for leaf, output in outputs:
+            if not output.requires_grad:
+                continue
+            if torch._C._functorch.is_functorch_wrapped_tensor(output):
+                self.sink.skip_value(self.name, "gradient", call, "it is a functorch tensor (vmap, grad or jvp)", leaf=leaf)
+                continue
+            watch = GradientWatch(self.sink, self.name, leaf, output, call)
+            self.watches.append(watch)
+            bases.setdefault(id(output if output._base is None else output._base), []).append(watch)
+        for sharing in bases.values():
+            if len(sharing) > 1:
+                for watch in sharing:
+                    watch.distrust_base()
+
+    def forget(self) -> None:
+        """Take the hooks off tensors that outlive their batch."""
+        for watch in self.watches:
+            watch.forget_any({})
+        self.watches.clear()
 
 
 def _is_traced() -> bool:
     """Say whether the model is being compiled, exported or traced instead of run."""
-    return torch.compiler.is_compiling() or is_tracing()
+    return torch.compiler.is_compiling() or is_tracing() or is_fx_tracing()
 
 
 class _PreHook(_InertCopy):
@@ -126,13 +148,14 @@ class _PreHook(_InertCopy):
         call = hooks.begin()
         if call is None:
             return
-        if "input" in hooks.kinds:
-            for leaf, tensor in argument_leaves(args, kwargs or {}):
-                hooks.sink.put(hooks.name, "input", leaf, tensor, call)
-        if "parameter" in hooks.kinds:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    hooks.sink.put(hooks.name, "parameter", name, parameter, call)
+        with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
+            if "input" in hooks.kinds:
+                for leaf, tensor in argument_leaves(args, kwargs or {}):
+                    hooks.sink.put(hooks.name, "input", leaf, tensor, call)
+            if "parameter" in hooks.kinds:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        hooks.sink.put(hooks.name, "parameter", name, parameter, call)
 
 
 class _PostHook(_InertCopy):
@@ -147,16 +170,15 @@ class _PostHook(_InertCopy):
         call = stack.pop() if stack else None
         if call is None:
             return
-        leaves = [("", output)] if isinstance(output, torch.Tensor) else list(tensor_leaves(output))
-        if "activation" in hooks.kinds:
-            for leaf, tensor in leaves:
-                hooks.sink.put(hooks.name, "activation", leaf, tensor, call)
-            if not leaves:
-                hooks.sink.skip_value(hooks.name, "activation", call, f"the module returned a {type(output).__name__} without tensors")
-        if "gradient" in hooks.kinds and torch.is_grad_enabled():
-            for leaf, tensor in leaves:
-                if tensor.requires_grad:
-                    hooks.watch(leaf, tensor, call)
+        with torch._C.DisableTorchFunction():
+            leaves = [("", output)] if isinstance(output, torch.Tensor) else list(tensor_leaves(output))
+            if "activation" in hooks.kinds:
+                for leaf, tensor in leaves:
+                    hooks.sink.put(hooks.name, "activation", leaf, tensor, call)
+                if not leaves:
+                    hooks.sink.skip_value(hooks.name, "activation", call, f"the module returned a {type(output).__name__} without tensors")
+            if "gradient" in hooks.kinds and torch.is_grad_enabled():
+                hooks.watch(leaves, call)
 
 
 class _TickHook(_InertCopy):
@@ -217,8 +239,9 @@ class ModelHooks:
         for layer in self._layers:
             if wanted or (layer.name == "" and self._sink.clock.is_automatic):  # torch has listed the root's hooks before the clock ticks
                 layer.install()
-            else:
+            elif layer.is_installed:
                 layer.remove()
+                layer.forget()
 
     @property
     def is_installed(self) -> bool:
@@ -230,6 +253,7 @@ class ModelHooks:
         self._sink.is_active = False
         for layer in self._layers:
             layer.remove()
+            layer.forget()
         if self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from crc32c import crc32c
 
-from hookstore.errors import CorruptRunError
+from hookstore.errors import CaptureWarning, CorruptRunError
 from hookstore.files import sync_directory, write_atomically
 from hookstore.format import (
     FRAME_BYTES,
@@ -51,8 +52,9 @@ SCHEMA = pa.schema([pa.field(name, _TYPES[kind], nullable=name == "loss_scale") 
 # Neighbouring rows differ by little in these, and dictionaries would not pay.
 _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
+_BATCHES_TOGETHER = 64
 # What pyarrow and struct raise for bytes of any other kind.
-_NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, OSError, struct.error)
+_NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
 
 
 def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
@@ -80,6 +82,33 @@ def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
         return list(reader)
 
 
+class RowLog:
+    """Rows that are kept until their shard is sealed. Small batches cost many times what is in them, so they are made one as they gather."""
+
+    def __init__(self) -> None:
+        self._levels: list[list[pa.RecordBatch]] = [[]]
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Add rows."""
+        self._levels[0].append(batch)
+        level = 0
+        while len(self._levels[level]) == _BATCHES_TOGETHER:
+            if level + 1 == len(self._levels):
+                self._levels.append([])
+            self._levels[level + 1] += _combined(self._levels[level])
+            self._levels[level] = []
+            level += 1
+
+    @property
+    def batches(self) -> list[pa.RecordBatch]:
+        """The rows in their order, as few batches as can be."""
+        return _combined([batch for level in reversed(self._levels) for batch in level])
+
+
+def _combined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    return list(pa.Table.from_batches(batches, schema=SCHEMA).combine_chunks().to_batches())
+
+
 class ManifestWriter:
     """Writes the journal and the parts of one process; used by one thread.
 
@@ -98,7 +127,7 @@ class ManifestWriter:
         self._attempt = attempt
         self._index = -1
         self._descriptor = -1
-        self._batches: list[pa.RecordBatch] = []
+        self._log = RowLog()
         self._num_rows = 0
 
     @property
@@ -111,7 +140,7 @@ class ManifestWriter:
         if self._descriptor < 0:
             self._begin_segment()
         self._write_frame(FRAME_ROWS, batch.serialize())
-        self._batches.append(batch)
+        self._log.append(batch)
         self._num_rows += batch.num_rows
 
     def mark_durable(self) -> None:
@@ -124,12 +153,12 @@ class ManifestWriter:
         """Turn the segment into a Parquet part. The bytes of its rows must be durable."""
         if self._descriptor < 0:
             return
-        contents = encode_part(self._batches)
+        contents = encode_part(self._log.batches)
         name = part_name(self._rank, self._attempt, self._index, crc32c(contents))
         write_atomically(os.path.join(self._manifest_path, name), contents)
         self.close()
         os.unlink(self._segment_path())
-        self._batches = []
+        self._log = RowLog()
         self._num_rows = 0
 
     def close(self) -> None:
@@ -188,16 +217,19 @@ class Segment:
     num_durable : int
         How many of them are known to be durable.
     num_bytes : int
-        Bytes up to the end of the last whole frame.
+        Bytes up to the first frame that is torn or damaged.
+    damaged : tuple of int
+        Offsets of damaged frames that whole ones follow; their rows are lost.
     """
 
     batches: list[pa.RecordBatch]
     num_durable: int
     num_bytes: int
+    damaged: tuple[int, ...]
 
 
 def read_segment(contents: bytes) -> Segment:
-    """Read a journal segment up to the first frame that is torn or damaged.
+    """Read a journal segment up to the first frame that is torn, leaving out frames that are damaged.
 
     Raises
     ------
@@ -205,21 +237,34 @@ def read_segment(contents: bytes) -> Segment:
         If a frame with a right checksum holds what no writer of this format wrote.
     """
     batches: list[pa.RecordBatch] = []
+    damaged: list[int] = []
     num_durable = position = 0
     schema: pa.Schema | None = None
     while len(contents) - position >= FRAME_BYTES:
         length, kind, crc = struct.unpack_from(FRAME_FORMAT, contents, position)
-        payload = contents[position + FRAME_BYTES : position + FRAME_BYTES + length]
+        end = position + FRAME_BYTES + length
+        payload = contents[position + FRAME_BYTES : end]
         if len(payload) < length or crc32c(payload, crc32c(contents[position : position + 8])) != crc:
-            break
-        if kind == FRAME_SCHEMA:
+            if not _has_frame_at(contents, end):
+                break  # torn by a kill
+            damaged.append(position)
+        elif kind == FRAME_SCHEMA:
             schema = pa.ipc.read_schema(pa.py_buffer(payload))
         elif kind == FRAME_ROWS and schema is not None:
             batches.append(_checked(pa.ipc.read_record_batch(pa.py_buffer(payload), schema)))
         elif kind == FRAME_SYNC:
             num_durable = struct.unpack(SYNC_FORMAT, payload)[0]
-        position += FRAME_BYTES + length
-    return Segment(batches, num_durable, position)
+        position = end
+    return Segment(batches, num_durable, damaged[0] if damaged else position, tuple(damaged))
+
+
+def _has_frame_at(contents: bytes, start: int) -> bool:
+    """Say whether a whole frame stands there; then what is before it was not torn but damaged later."""
+    if start + FRAME_BYTES > len(contents):
+        return False
+    length, _kind, crc = struct.unpack_from(FRAME_FORMAT, contents, start)
+    payload = contents[start + FRAME_BYTES : start + FRAME_BYTES + length]
+    return len(payload) == length and bool(crc32c(payload, crc32c(contents[start : start + 8])) == crc)
 
 
 def _checked(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
@@ -256,9 +301,16 @@ def read_manifest(run_path: str) -> pa.Table:
             continue  # it has become a part since the listing
         path = os.path.join(run_path, JOURNAL_DIR, name)
         try:
-            pieces[key] = pa.Table.from_batches(read_segment(contents).batches, schema=SCHEMA)
+            segment = read_segment(contents)
+            pieces[key] = pa.Table.from_batches(segment.batches, schema=SCHEMA)
         except _NONSENSE as error:
             raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
+        if segment.damaged:
+            warnings.warn(
+                f"journal segment {path} is damaged at byte {', '.join(map(str, segment.damaged))}: the captures acknowledged there are missing",
+                CaptureWarning,
+                stacklevel=2,
+            )
     for name in _listdir(os.path.join(run_path, MANIFEST_DIR)):
         parsed = parse_part_name(name)
         if parsed is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from hookstore.format import leaf_path
 
 Path = tuple[str | int, ...]
+_DEEPEST = 16  # levels of containers
 
 
 def tensor_leaves(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -21,8 +22,7 @@ def tensor_leaves(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield "", value
     else:
-        for path, tensor in _walk(value, (), ()):
-            yield leaf_path(path), tensor
+        yield from _named(_walk(value, (), ()))
 
 
 def argument_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -35,16 +35,25 @@ def argument_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
     if len(args) == 1 and not named:
         yield from tensor_leaves(args[0])
     else:
-        for path, tensor in (*_walk(args, (), ()), *named):
-            yield leaf_path(path), tensor
+        yield from _named((*_walk(args, (), ()), *named))
+
+
+def _named(found: Iterable[tuple[Path, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Turn paths into leaf paths; where two come out alike (keys 1.5 and "1.5", say) the later ones get a number."""
+    seen: dict[str, int] = {}
+    for path, tensor in found:
+        leaf = leaf_path(path)
+        repeats = seen.get(leaf, 0)
+        seen[leaf] = repeats + 1
+        yield f"{leaf}~{repeats}" if repeats else leaf, tensor
 
 
 def _walk(value: Any, path: Path, inside: tuple[int, ...]) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if id(value) in inside:
-        return  # a container that holds itself
+    if id(value) in inside or len(inside) == _DEEPEST:
+        return  # a container that holds itself, or one that nobody made by hand
     for key, item in _children(value):
         yield from _walk(item, (*path, key), (*inside, id(value)))
 
@@ -53,10 +62,14 @@ def _children(value: Any) -> Iterator[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield key if isinstance(key, str | int) else repr(key), item
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip(value._fields, value, strict=True)
+    elif isinstance(value, tuple) and value and len(getattr(value, "_fields", ())) == len(value):
+        yield from zip(getattr(value, "_fields"), value, strict=True)  # noqa: B009
     elif isinstance(value, tuple | list):
         yield from enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield field.name, getattr(value, field.name, None)
+            try:
+                item = getattr(value, field.name)
+            except Exception:  # noqa: S112  # a field that cannot be read holds nothing for us, and is no reason to stop training
+                continue
+            yield field.name, item

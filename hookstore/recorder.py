@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 import warnings
@@ -152,18 +153,22 @@ def record(
         "codec": None if codecs["float32"] is None else json.loads(codecs["float32"]),
     }
     run_path = _create_run(path, model, selected, description)
-    return Recorder(
-        model,
-        run_path,
-        layers=selected,
-        kinds=wanted,
-        schedule=schedule,
-        dtype=None if dtype is None else TORCH_DTYPES[dtype],
-        codecs=codecs,
-        buffer_bytes=align(buffer_bytes, PAGE_BYTES),
-        drop_when_full=on_full == "drop",
-        disable_on_failure=on_error == "disable",
-    )
+    try:
+        return Recorder(
+            model,
+            run_path,
+            layers=selected,
+            kinds=wanted,
+            schedule=schedule,
+            dtype=None if dtype is None else TORCH_DTYPES[dtype],
+            codecs=codecs,
+            buffer_bytes=align(buffer_bytes, PAGE_BYTES),
+            drop_when_full=on_full == "drop",
+            disable_on_failure=on_error == "disable",
+        )
+    except BaseException:
+        shutil.rmtree(run_path, ignore_errors=True)  # what could not begin must not stand in the way of the next try
+        raise
 
 
 class Recorder:
@@ -283,8 +288,11 @@ class Recorder:
             What stopped the writer, as it was raised there.
         RecorderClosedError
             After ``close()``.
+        RecorderBusyError
+            From a signal handler in the middle of a capture.
         """
         self._check_open()
+        self._stager.check_not_staging("flush()")
         if self._sink.is_active:
             self._writer.flush()
 
@@ -298,6 +306,7 @@ class Recorder:
         """
         if self._is_closed:
             return
+        self._stager.check_not_staging("close()")
         self._is_closed = True
         was_active = self._sink.is_active
         self._hooks.remove()
@@ -329,7 +338,7 @@ class Recorder:
     def _warn_about_silent_layers(self) -> None:
         called = self._sink.num_calls
         silent = [name for name in self._layer_names if not called.get(name)]
-        if silent and called:
+        if silent and self._clock.was_due:
             shown = ", ".join(map(repr, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
             warnings.warn(
                 f"selected layers with 0 calls: {shown}. Nothing was captured of them: their forward is called directly, their weights are used by "

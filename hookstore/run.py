@@ -69,7 +69,7 @@ def _read_description(run_path: str) -> dict[str, Any]:
             description = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError):
         raise NotARunError(f"{run_path} is no hookstore run: {_what_is_there(run_path)}", path=run_path) from None
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CorruptRunError(f"{file_path} is no valid JSON: {error}", path=file_path) from error
     if not isinstance(description, dict) or description.get("format") != "hookstore":
         raise NotARunError(f"{run_path} is no hookstore run: its {RUN_FILE} was written by something else", path=run_path)
@@ -83,7 +83,9 @@ def _read_description(run_path: str) -> dict[str, Any]:
             supported=FORMAT_VERSION,
         )
     layers = description.get("layers")
-    if not isinstance(layers, list) or not all(isinstance(layer, dict) and isinstance(layer.get("name"), str) for layer in layers):
+    if not isinstance(layers, list) or not all(
+        isinstance(layer, dict) and isinstance(layer.get("name"), str) and isinstance(layer.get("aliases", []), list) for layer in layers
+    ):
         raise CorruptRunError(f"{file_path} lists no layers", path=file_path)
     return description
 
@@ -145,7 +147,7 @@ class Run:
         self.description = description
         self._reader = ShardReader(os.path.join(path, LAYERS_DIR))
         self._table = read_manifest(path)
-        self._layouts: dict[str, tuple[tuple[int, ...], str | None]] = {}
+        self._layouts: dict[str, tuple[tuple[int, ...], str | None, str]] = {}
         self._indexes: dict[tuple[str, str], RowIndex] = {}
 
     @property
@@ -289,16 +291,23 @@ class Run:
             )
         dtype = DTYPES.get(row["dtype"])
         shape = tuple(row["shape"])
-        if dtype is None or any(size < 0 for size in shape):
+        if dtype is None or len(shape) > 64 or any(not 0 <= size < 2**47 for size in shape):
             raise CorruptRunError(
                 f"{self.path}: the manifest has dtype {row['dtype']!r} and shape {shape} for {_place(row)}", path=self.path
             )
         bits = np.dtype(f"V{dtype.itemsize}") if dtype.itemsize == 16 else np.dtype(f"<u{dtype.itemsize}")
         if math.prod(shape) == 0:
-            empty = np.empty(shape, dtype=bits)
+            try:
+                empty = np.empty(shape, dtype=bits)
+            except ValueError as error:
+                raise CorruptRunError(f"{self.path}: the manifest has shape {shape} for {_place(row)}", path=self.path) from error
             empty.flags.writeable = False
             return empty, dtype
-        chunk_shape, codec = self._chunk_layout(row)
+        chunk_shape, codec, stored = self._chunk_layout(row)
+        if stored != dtype.name:
+            raise CorruptRunError(
+                f"{self.path}: the manifest has dtype {dtype.name} for {_place(row)}, its array has {stored!r}", path=self.path
+            )
         array, shard, offset, length = row["array"], row["shard"], row["offset"], row["length"]
         if not is_shard_key(shard) or offset < 0 or length <= CRC_BYTES:
             raise CorruptRunError(
@@ -317,8 +326,8 @@ class Run:
         chunk.flags.writeable = False
         return chunk, dtype
 
-    def _chunk_layout(self, row: dict[str, Any]) -> tuple[tuple[int, ...], str | None]:
-        """Return the chunk shape and the compressor of the row's array, from its metadata."""
+    def _chunk_layout(self, row: dict[str, Any]) -> tuple[tuple[int, ...], str | None, str]:
+        """Return the chunk shape, the compressor and the torch dtype of the row's array, from its metadata."""
         array = row["array"]
         if array not in self._layouts:
             parts = array.split("/")
@@ -345,8 +354,8 @@ class Run:
         return f"<hookstore.Run {self.path!r}: {len(self.layers)} layers, {self._captured.num_rows:,} captures>"
 
 
-def _read_layout(path: str) -> tuple[tuple[int, ...], str | None]:
-    """Return the shape of one capture and the compressor from an array's ``zarr.json``."""
+def _read_layout(path: str) -> tuple[tuple[int, ...], str | None, str]:
+    """Return the shape of one capture, the compressor and the torch dtype from an array's ``zarr.json``."""
     try:
         with builtins.open(path, "rb") as file:
             metadata = json.loads(file.read())
@@ -354,11 +363,12 @@ def _read_layout(path: str) -> tuple[tuple[int, ...], str | None]:
         leading = 3 if metadata["dimension_names"][2:3] == ["call"] else 2
         chunk_shape = tuple(int(size) for size in sharding["chunk_shape"])[leading:]
         codecs = [codec for codec in sharding["codecs"] if codec["name"] not in ("bytes", "crc32c")]
+        stored = str(metadata["attributes"]["torch_dtype"])
     except FileNotFoundError:
         raise CorruptRunError(f"{path} is missing, but the manifest has captures in that array", path=path) from None
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration, OSError) as error:
         raise CorruptRunError(f"{path} is no array metadata of this format: {error!r}", path=path) from error
-    return chunk_shape, json.dumps(codecs[0], sort_keys=True) if codecs else None
+    return chunk_shape, json.dumps(codecs[0], sort_keys=True) if codecs else None, stored
 
 
 def _summary(layer: str, kind: str, rows: pa.Table) -> dict[str, Any]:

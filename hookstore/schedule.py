@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, SupportsIndex, TypeVar
 
 from hookstore.errors import ClockError, OptionError
-from hookstore.format import PHASES
+from hookstore.format import LARGEST_COORDINATE, PHASES
 
 Item = TypeVar("Item")
 When = int | Iterable[int] | Callable[[int], bool]
@@ -25,13 +26,13 @@ class Coordinates:
     epoch, batch : int
         Position.
     calls : dict
-        For each layer, how often it has been called there.
+        For each layer, the number that its next call there gets.
     """
 
     phase: str
     epoch: int
     batch: int
-    calls: dict[str, int] = field(default_factory=dict, repr=False)
+    calls: dict[str, itertools.count[int]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,10 @@ class Clock:
         self._phase = phase
         self._epoch = 0
         self._counted: dict[str, int] = dict.fromkeys(PHASES, -1)
-        self._position = _Position(None)
+        self._automatic = _Position(None)
+        self._position = self._automatic
+        self._frames: list[_Frame] = []
+        self.was_due = False  # whether any batch so far was to be recorded
 
     @property
     def is_automatic(self) -> bool:
@@ -130,8 +134,7 @@ class Clock:
         try:
             return resolved[phase]
         except KeyError:
-            resolved[phase] = coordinates = self._resolve(phase)
-            return coordinates
+            return resolved.setdefault(phase, self._resolve(phase))  # one object, whichever thread comes first
 
     def _resolve(self, phase: str) -> Coordinates | None:
         where = self._position.where
@@ -149,25 +152,18 @@ class Clock:
             phase = self._phase()
             self._counted[phase] += 1
             self._position.resolved.pop(phase, None)
-
-    def set(self, epoch: int, batch: int) -> None:
-        """Set a position; setting the one that holds already is no new tick."""
-        if self._position.where == (epoch, batch):
-            return
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._counted = dict.fromkeys(PHASES, -1)
-        self._move(_Position((epoch, batch)))
-
-    def _move(self, position: _Position) -> None:
-        self._position = position
-        self.on_tick()
+            self.was_due |= self.here() is not None
 
     def at(self, epoch: SupportsIndex, batch: SupportsIndex) -> Placed:
         """Set the position by hand; see `Recorder.at`."""
-        before = self._position
-        self.set(_whole("epoch", epoch, error=ClockError), _whole("batch", batch, error=ClockError))
-        return Placed(self, before)
+        where = _whole("epoch", epoch, error=ClockError), _whole("batch", batch, error=ClockError)
+        before = None
+        if self._frames and self._frames[-1].is_bare:  # set by hand before, and not by a with statement: this takes its place
+            before = self._frames.pop()
+            before.before = None
+        frame = _Frame(before)
+        self._move(frame, *where)
+        return Placed(self, frame)
 
     def batches(self, loader: Iterable[Item], epoch: SupportsIndex) -> Batches[Item]:
         """Return an iterable that moves the clock; see `Recorder.batches`."""
@@ -175,14 +171,47 @@ class Clock:
 
     def iterate(self, loader: Iterable[Item], epoch: int) -> Iterator[Item]:
         """Yield the loader's items, each at its own batch, and put the clock back at the end."""
-        before = self._position
-        self.epoch_batches = _length(loader) or self._schedule.num_batches
+        frame = _Frame(None)
+        frame.is_bare = False
+        frame.num_batches = _length(loader) or self._schedule.num_batches
         try:
             for batch, item in enumerate(loader):
-                self.set(epoch, batch)
+                self._move(frame, epoch, batch)
                 yield item
         finally:
-            self._move(before)
+            self._leave(frame)
+
+    def _move(self, frame: _Frame, epoch: int, batch: int) -> None:
+        """Put a frame on top, at a position; the position that holds already is no new tick."""
+        if frame in self._frames:
+            self._frames.remove(frame)
+        self._frames.append(frame)
+        if self._position.where == (epoch, batch):
+            frame.position = self._position
+        else:
+            frame.position = _Position((epoch, batch))
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._counted = dict.fromkeys(PHASES, -1)
+        self._show_top()
+
+    def _leave(self, frame: _Frame) -> None:
+        """Take a frame away, wherever it stands: loops may end in any order."""
+        if frame in self._frames:
+            self._frames.remove(frame)
+            if frame.before is not None:
+                self._frames.append(frame.before)
+            self._show_top()
+
+    def _show_top(self) -> None:
+        self._position = self._automatic
+        if self._frames:
+            top = self._frames[-1]
+            self._position = top.position
+            if top.num_batches is not None or not top.is_bare:
+                self.epoch_batches = top.num_batches
+            self.was_due |= self.may_record and self._phase() in self._schedule.phases
+        self.on_tick()
 
 
 class _Position:
@@ -195,18 +224,42 @@ class _Position:
         self.resolved: dict[str, Coordinates | None] = {}
 
 
+class _Frame:
+    """One loop, or one position set by hand, that sets the clock.
+
+    Attributes
+    ----------
+    position : _Position
+        Where it has the clock.
+    before : _Frame or None
+        What comes back when it ends.
+    is_bare : bool
+        Whether it was set by hand and belongs to no ``with`` statement.
+    num_batches : int or None
+        Length of the loop, where known.
+    """
+
+    __slots__ = ("before", "is_bare", "num_batches", "position")
+
+    def __init__(self, before: _Frame | None) -> None:
+        self.position = _Position(None)
+        self.before = before
+        self.is_bare = True
+        self.num_batches: int | None = None
+
+
 class Placed:
     """What `Recorder.at` returns: as a context manager it puts the clock back on exit."""
 
-    def __init__(self, clock: Clock, before: _Position) -> None:
+    def __init__(self, clock: Clock, frame: _Frame) -> None:
         self._clock = clock
-        self._before = before
+        self._frame = frame
 
     def __enter__(self) -> None:
-        return None
+        self._frame.is_bare = False
 
     def __exit__(self, *_exception: object) -> None:
-        self._clock._move(self._before)
+        self._clock._leave(self._frame)
 
 
 class Batches(Generic[Item]):
@@ -225,20 +278,24 @@ class Batches(Generic[Item]):
 
 
 def _length(loader: object) -> int | None:
-    """Return the loader's length, or ``None`` where it has none."""
+    """Return the loader's length, or ``None`` where it has none; what a plain loop over it would not meet must not be met here."""
+    counts_for_warnings = getattr(loader, "_IterableDataset_len_called", None)  # torch's DataLoader warns later where it has been asked
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except Exception:
         return None
+    finally:
+        if hasattr(loader, "_IterableDataset_len_called"):
+            loader._IterableDataset_len_called = counts_for_warnings
 
 
 def _whole(name: str, value: SupportsIndex, *, least: int = 0, error: type[OptionError]) -> int:
-    """Return ``value`` as an int, or raise ``error`` if it is no whole number or less than ``least``."""
+    """Return ``value`` as an int, or raise ``error`` if it is no whole number, or out of bounds."""
     try:
         whole = operator.index(value)
     except TypeError:
         whole = least - 1
-    if isinstance(value, bool) or whole < least:
+    if isinstance(value, bool) or not least <= whole <= LARGEST_COORDINATE:
         raise error(f"{name}: expected a whole number of at least {least}, got {value!r} of type {type(value).__name__}", option=name)
     return whole
 

@@ -10,10 +10,12 @@ References
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
 import struct
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from hookstore.codecs import compressor
+from hookstore.codecs import compressor, decode
 from hookstore.errors import CorruptRunError
 from hookstore.files import DirectWriter, Sink, sync_directory
 from hookstore.format import (
@@ -37,6 +39,8 @@ from hookstore.format import (
     align,
     unsealed_name,
 )
+
+_NOTES_TOGETHER = 256  # arrays of index entries that are then made one: a small one costs many times what is in it
 
 # Writing ----------------------------------------------------------------------------------------------------------
 
@@ -74,27 +78,28 @@ class ShardWriter:
         self.key = spec.shard_key(shard)
         self.path = os.path.join(directory, unsealed_name(self.key))
         self.sealed_path = os.path.join(directory, self.key)
-        self.rows: list[Any] = []
+        self.earlier_rows = b""
         self._files = files
         self._end = 0
         self._entries: list[np.ndarray[Any, Any]] = []
-        self._filled: set[int] = set()
-        self.earlier_rows = b""
+        self._num_noted = 0
         if os.path.exists(self.sealed_path):
             self._take_up_sealed()
 
     @property
     def is_full(self) -> bool:
         """Whether every entry of the index is taken."""
-        return len(self._filled) == self.spec.num_entries
+        if self._num_noted < self.spec.num_entries:
+            return False
+        return len(np.unique(np.concatenate(self._entries)[:, 0])) == self.spec.num_entries
 
     def _take_up_sealed(self) -> None:
         """Go on with a clone of the sealed shard: a plain reader that holds the old index must go on finding its chunks where they were."""
         shutil.copyfile(self.sealed_path, self.path)
         index, self.earlier_rows = read_sealed(self.path, self.spec.num_entries)
         entries = np.flatnonzero(index[:, 1] != MISSING)
-        self._filled.update(entries.tolist())
         self._entries.append(np.column_stack([entries.astype(np.uint64), index[entries]]))
+        self._num_noted = len(entries)
         self._end = align(os.path.getsize(self.path), PAGE_BYTES)
 
     def append_region(self, memory: memoryview, slots: Sequence[int], entries: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -166,7 +171,9 @@ class ShardWriter:
 
     def _note(self, entries: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], end: int) -> None:
         self._entries.append(np.array([entries, offsets, lengths], dtype=np.uint64).T)
-        self._filled.update(entries)
+        if len(self._entries) == _NOTES_TOGETHER:
+            self._entries = [np.concatenate(self._entries)]
+        self._num_noted += len(entries)
         self._end = end
 
     def sync(self) -> None:
@@ -254,6 +261,7 @@ class ShardReader:
         self._layers_path = layers_path
         self._max_maps = max_maps
         self._maps: OrderedDict[tuple[str, str], mmap.mmap] = OrderedDict()
+        self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._checked: set[tuple[str, str, int]] = set()
         self._compressors: dict[str, Any] = {}
 
@@ -276,8 +284,7 @@ class ShardReader:
         CorruptRunError
             If the bytes are not there, or their checksum does not match.
         """
-        mapped = self._map(array, shard, offset + length)
-        encoded = memoryview(mapped)[offset : offset + length - CRC_BYTES]
+        encoded = self._bytes(array, shard, offset, offset + length)[: length - CRC_BYTES]
         where = (array, shard, offset)
         if where not in self._checked:
             found = crc32c(encoded)
@@ -302,20 +309,44 @@ class ShardReader:
         if made is None:
             made = self._compressors[codec] = compressor(codec)
         try:
-            return memoryview(made.decode(encoded)).cast("B")
+            return decode(made, encoded, chunk_bytes)
         except (RuntimeError, ValueError, OSError, EOFError, MemoryError, zlib.error) as error:
             path = os.path.join(self._layers_path, array, shard)
             raise CorruptRunError(
                 f"shard {path}: a chunk does not decode with {codec} to {chunk_bytes:,} bytes: {error}", path=path
             ) from error
 
-    def _map(self, array: str, shard: str, end: int) -> mmap.mmap:
-        """Return a map of the shard that reaches at least to ``end``."""
+    def _bytes(self, array: str, shard: str, start: int, end: int) -> memoryview:
+        """Return some bytes of a shard: mapped, or read where arrays that the caller keeps hold too many maps already."""
         key = (array, shard)
         mapped = self._maps.get(key)
         if mapped is not None and len(mapped) >= end:
             self._maps.move_to_end(key)
-            return mapped
+            return memoryview(mapped)[start:end]
+        path = os.path.join(self._layers_path, array, shard)
+        try:
+            descriptor = self._open(array, shard, end)
+            try:
+                if len(self._alive) >= self._max_maps:
+                    self._maps.clear()  # each map has a descriptor for as long as an array lies in it
+                if len(self._alive) >= self._max_maps:
+                    return memoryview(os.pread(descriptor, end - start, start))
+                mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(descriptor)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise CorruptRunError(
+                f"shard {path} is missing, or ends before byte {end:,} where the manifest has a chunk", path=path
+            ) from error
+        except (ValueError, OverflowError) as error:
+            raise CorruptRunError(f"shard {path} cannot be read up to byte {end:,}: {error}", path=path) from error
+        self._maps[key] = mapped
+        self._maps.move_to_end(key)
+        self._alive.add(mapped)
+        return memoryview(mapped)[start:end]
+
+    def _open(self, array: str, shard: str, end: int) -> int:
+        """Return a descriptor of the shard, which reaches at least to ``end``."""
         directory = os.path.join(self._layers_path, array)
         # A shard is sealed by a rename, and taken up again as a hidden clone: whoever looks meanwhile looks once more.
         for name in (shard, unsealed_name(shard), shard):
@@ -323,20 +354,10 @@ class ShardReader:
                 descriptor = os.open(os.path.join(directory, name), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             except FileNotFoundError:
                 continue
-            try:
-                if os.fstat(descriptor).st_size >= end:
-                    mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-                    break
-            finally:
-                os.close(descriptor)
-        else:
-            path = os.path.join(directory, shard)
-            raise CorruptRunError(f"shard {path} is missing, or ends before byte {end:,} where the manifest has a chunk", path=path)
-        self._maps[key] = mapped
-        self._maps.move_to_end(key)
-        while len(self._maps) > self._max_maps:
-            self._maps.popitem(last=False)  # closed when the last array that was read from it is gone
-        return mapped
+            if os.fstat(descriptor).st_size >= end:
+                return descriptor
+            os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.path.join(directory, shard))
 
     def close(self) -> None:
         """Let go of every map; arrays that were read stay valid."""

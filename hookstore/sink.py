@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hookstore.errors import CaptureWarning
+from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.format import DTYPES
 from hookstore.layout import Capture
 from hookstore.schedule import Clock, Coordinates
@@ -68,7 +68,7 @@ class Sink:
         """Stage one tensor, or note why it cannot be."""
         if not self.is_active:
             return
-        reason = _why_not(tensor)
+        reason = why_not(tensor)
         dtype = TORCH_DTYPES.get(tensor.dtype, "")
         if self._dtype is not None and tensor.is_floating_point():
             dtype = self._dtype
@@ -77,21 +77,25 @@ class Sink:
         try:
             if reason is not None:
                 self.skip(capture, reason)
-            elif type(tensor) in _PLAIN_TYPES:
-                self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
             else:
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
+                self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
         except BaseException as error:
-            if error is not self._stager.failure or not self._disable_on_failure:
-                raise
-            self.is_active = False
-            warnings.warn(
-                f"hookstore stopped capturing at {kind} of layer {layer!r}, epoch {call.coordinates.epoch}, batch {call.coordinates.batch}: "
-                f"the writer failed with {type(error).__name__}: {error}",
-                CaptureWarning,
-                stacklevel=2,
-            )
+            self._failed(error, capture)
+
+    def _failed(self, error: BaseException, capture: Capture) -> None:
+        """Raise what went wrong in the training loop, or end capturing with a warning if that is what was asked for."""
+        if not self.is_active and isinstance(error, RecorderClosedError):
+            return  # close() has overtaken this capture
+        if error is not self._stager.failure or not self._disable_on_failure:
+            raise error
+        where = capture.coordinates
+        self.is_active = False
+        warnings.warn(
+            f"hookstore stopped capturing at {capture.kind} of layer {capture.layer!r}, epoch {where.epoch}, batch {where.batch}: "
+            f"the writer failed with {type(error).__name__}: {error}",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
     def skip(self, capture: Capture, reason: str) -> None:
         """Note a gap, and warn about the first of its layer and kind."""
@@ -106,25 +110,29 @@ class Sink:
                 stacklevel=2,
             )
 
-    def skip_value(self, layer: str, kind: str, call: Call, reason: str) -> None:
-        """Note that a whole value could not be captured."""
-        if self.is_active:
-            self.skip(Capture(layer, kind, "", "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000), reason)
+    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "") -> None:
+        """Note that a value, or one leaf of it, could not be captured."""
+        if not self.is_active:
+            return
+        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
+        try:
+            self.skip(capture, reason)
+        except BaseException as error:
+            self._failed(error, capture)
 
 
-def _why_not(tensor: torch.Tensor) -> str | None:
+def why_not(tensor: torch.Tensor) -> str | None:
     """Say why a tensor has no bytes that could be stored, or return ``None``."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor):
         return "it is a functorch tensor (vmap, grad or jvp), which stands for many values"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}, not strided"
+    if tensor.is_nested:
+        return "it is a nested tensor"
     if tensor.is_meta:
         return "it is on the meta device and has no values"
     if tensor.dtype not in TORCH_DTYPES:
         return f"its dtype {tensor.dtype} is not stored"
-    if type(tensor) not in _PLAIN_TYPES:
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return f"it is a {type(tensor).__name__}, a tensor subclass whose values only its own code knows"
-        if tensor.is_nested:
-            return "it is a nested tensor"
+    if type(tensor) not in _PLAIN_TYPES and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"it is a {type(tensor).__name__}, a tensor subclass whose values only its own code knows"
     return None

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.device import Devices, FreeList, Transfer
-from hookstore.errors import CaptureWarning
+from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
 from hookstore.layout import Array, ArrayCatalog, Capture
 
@@ -41,13 +41,28 @@ class Region:
         One per slot, of the array's chunk shape, ``stride_bytes`` apart.
     captures : list of Capture
         What is in it.
-    reserved, pending : int
-        Slots given out, and those whose copy has not been handed over yet. Guarded by the stager's lock.
-    closed : bool
-        Whether it takes no more captures.
+    reserved : int
+        Slots given out. This and what follows is guarded by the stager's lock.
+    pending : set of int
+        Slots whose copy has not been handed over yet.
+    closed, queued : bool
+        Whether it takes no more captures, and whether the writer has it.
     """
 
-    __slots__ = ("array", "captures", "closed", "num_bytes", "offset", "opened_at", "pending", "reserved", "shard", "transfers", "views")
+    __slots__ = (
+        "array",
+        "captures",
+        "closed",
+        "num_bytes",
+        "offset",
+        "opened_at",
+        "pending",
+        "queued",
+        "reserved",
+        "shard",
+        "transfers",
+        "views",
+    )
 
     def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int, views: tuple[torch.Tensor, ...]) -> None:
         self.array = array
@@ -58,8 +73,9 @@ class Region:
         self.captures: list[Capture] = []
         self.transfers: list[Transfer] = []
         self.reserved = 0
-        self.pending = 0
+        self.pending: set[int] = set()
         self.closed = False
+        self.queued = False
         self.opened_at = time.monotonic()
 
     @property
@@ -96,7 +112,7 @@ class Oversize:
 class Piece:
     """Some bytes of an `Oversize` capture in the arena. All but the last are whole pages."""
 
-    __slots__ = ("length", "num_bytes", "offset", "oversize", "start", "transfer")
+    __slots__ = ("length", "num_bytes", "offset", "oversize", "queued", "start", "transfer")
 
     def __init__(self, oversize: Oversize, start: int, length: int, offset: int, num_bytes: int) -> None:
         self.oversize = oversize
@@ -105,6 +121,7 @@ class Piece:
         self.offset = offset
         self.num_bytes = num_bytes
         self.transfer: Transfer | None = None
+        self.queued = False
 
     @property
     def is_last(self) -> bool:
@@ -154,8 +171,11 @@ class Stager:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
-        self._open: set[Region] = set()
-        self._outstanding: set[Region | Piece] = set()
+        self._open: dict[
+            Region, None
+        ] = {}  # a set that keeps the order, so that what is handed over together is so in the order of the captures
+        self._outstanding: dict[Region | Piece, None] = {}
+        self._staging_threads: set[int] = set()
 
     # What hooks call ----------------------------------------------------------------------------------------------
 
@@ -178,6 +198,14 @@ class Stager:
         BaseException
             What stopped the writer, as it was raised there.
         """
+        thread = threading.get_ident()
+        self._staging_threads.add(thread)
+        try:
+            self._stage(capture, tensor, epoch_batches)
+        finally:
+            self._staging_threads.discard(thread)
+
+    def _stage(self, capture: Capture, tensor: torch.Tensor, epoch_batches: int | None) -> None:
         if self.failure is not None:
             raise self.failure
         if tensor.numel() == 0:
@@ -200,10 +228,11 @@ class Stager:
             self._stage_oversize(capture, shard, tensor)
             return
         region: Region | None = None
+        slot = -1
         transfer = None
         copied = False
         reason = ""
-        try:  # from here on whatever happens (an interrupt, say) the slot must be handed over, or the writer would wait for it for ever
+        try:
             with self._lock:
                 found = array.region
                 if found is None or found.shard != shard:
@@ -211,7 +240,7 @@ class Stager:
                 if found is not None:
                     slot = found.reserved
                     region = found
-                    found.pending += 1
+                    found.pending.add(slot)
                     found.reserved = slot + 1
                     if found.reserved == len(found.views):
                         array.grow_region()
@@ -224,7 +253,7 @@ class Stager:
             reason = f"{tensor.device} has no memory for a copy"
         finally:
             if region is not None:
-                self._hand_over(region, capture if copied else None, transfer)
+                self._hand_over_for_sure(region, slot, capture if copied else None, transfer)
         if not copied:
             self._drop_capture(capture, reason)
 
@@ -241,26 +270,46 @@ class Stager:
         self.queue.put(capture)
 
     def _copy(self, slot: torch.Tensor, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
-        if capture.shape != tuple(slot.shape):
-            _fill(slot, capture.dtype)
-        device = self._devices.of(tensor)
         if torch._C._len_torch_dispatch_stack() > 0:
             # A dispatch mode around the user's forward (selective checkpointing, FLOP counters) must not see our copy.
             with _disable_current_modes():
-                return device.copy(slot, tensor)
-        return device.copy(slot, tensor)
+                return self._copy_into(slot, capture, tensor)
+        return self._copy_into(slot, capture, tensor)
 
-    def _hand_over(self, region: Region, capture: Capture | None, transfer: Transfer | None) -> None:
+    def _copy_into(self, slot: torch.Tensor, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
+        if capture.shape != tuple(slot.shape):
+            _fill(slot, capture.dtype)
+        return self._devices.of(tensor).copy(slot, tensor)
+
+    def _hand_over_for_sure(self, region: Region, slot: int, capture: Capture | None, transfer: Transfer | None) -> None:
+        """Hand a slot over even if the user interrupts just then; the writer would wait for it for ever."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._hand_over(region, slot, capture, transfer)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _hand_over(self, region: Region, slot: int, capture: Capture | None, transfer: Transfer | None) -> None:
         with self._lock:
+            if slot not in region.pending:
+                return  # it was, before an interrupt came
             if capture is not None:
                 region.captures.append(capture)
                 self.num_staged += 1
                 self.staged_bytes += region.array.chunk_bytes
             if transfer is not None:
                 region.transfers.append(transfer)
-            region.pending -= 1
-            if region.closed and region.pending == 0:
-                self.queue.put(region)
+            region.pending.remove(slot)
+            self._queue_if_done(region)
+
+    def _queue_if_done(self, region: Region) -> None:
+        if region.closed and not region.pending and not region.queued:
+            region.queued = True
+            self.queue.put(region)
 
     def _drop_capture(self, capture: Capture, reason: str = "") -> None:
         self.num_dropped += 1
@@ -292,7 +341,11 @@ class Stager:
                     for num_bytes in (array.region_bytes, smallest):
                         offset = self._free.take(num_bytes)
                         if offset is not None:
-                            return self._make_region(array, shard, offset, num_bytes)
+                            try:
+                                return self._make_region(array, shard, offset, num_bytes)
+                            except BaseException:
+                                self._free.give_back(offset, num_bytes)
+                                raise
                 # No room: let the writer have what is partly filled, and wait in the order of arrival so that a large capture is not starved.
                 for partly_filled in list(self._open):
                     self._close_region(partly_filled)
@@ -322,18 +375,17 @@ class Stager:
             strides = _contiguous_strides(spec.chunk_shape)
             views = elements.as_strided((num_slots, *spec.chunk_shape), (array.stride_bytes // array.itemsize, *strides)).unbind(0)
         region = Region(array, shard, offset, num_bytes, views)
+        self._outstanding[region] = None
+        self._open[region] = None
         array.region = region
-        self._open.add(region)
-        self._outstanding.add(region)
         return region
 
     def _close_region(self, region: Region) -> None:
         region.closed = True
         if region.array.region is region:
             region.array.region = None
-        self._open.discard(region)
-        if region.pending == 0:
-            self.queue.put(region)
+        self._open.pop(region, None)
+        self._queue_if_done(region)
 
     # Captures larger than the arena -------------------------------------------------------------------------------
 
@@ -355,15 +407,18 @@ class Stager:
         longest = min(_PIECE_BYTES, max(PAGE_BYTES, self.arena_bytes // 2 // PAGE_BYTES * PAGE_BYTES))
         for start in range(0, num_bytes, longest):
             length = min(longest, num_bytes - start)
-            piece = self._take_piece(oversize, start, length)
-            with torch.inference_mode(mode=False):
-                target = self._arena[piece.offset : piece.offset + length]
+            piece: Piece | None = None
             try:
+                piece = self._take_piece(oversize, start, length)
+                with torch.inference_mode(mode=False):
+                    target = self._arena[piece.offset : piece.offset + length]
                 piece.transfer = self._devices.of(flat).copy(target, flat[start : start + length])
+                piece.queued = True
+                self.queue.put(piece)
             except BaseException:
-                self.release(piece)
+                if piece is not None and not piece.queued:
+                    self.release(piece)
                 raise
-            self.queue.put(piece)
         with self._lock:
             self.num_staged += 1
             self.staged_bytes += array.chunk_bytes
@@ -382,7 +437,7 @@ class Stager:
                 self._waiting.remove(ticket)
                 self._room.notify_all()
             piece = Piece(oversize, start, length, offset, num_bytes)
-            self._outstanding.add(piece)
+            self._outstanding[piece] = None
         return piece
 
     # What the writer and the recorder call ------------------------------------------------------------------------
@@ -391,17 +446,20 @@ class Stager:
         """Give a region's memory back once its bytes are written."""
         with self._lock:
             self._free.give_back(staged.offset, staged.num_bytes)
-            self._outstanding.discard(staged)
+            self._outstanding.pop(staged, None)
             self._room.notify_all()
 
     def close_regions(self, *, older_than_s: float = 0.0) -> None:
         """Hand over the open regions that hold something and were opened at least that long ago."""
-        if not self._open:
+        if not self._outstanding:
             return
         with self._lock:
             latest = time.monotonic() - older_than_s
-            for region in [region for region in self._open if region.reserved and region.opened_at <= latest]:
-                self._close_region(region)
+            for region in [staged for staged in self._outstanding if isinstance(staged, Region)]:
+                if not region.closed and region.opened_at <= latest and (region.reserved or not older_than_s):
+                    self._close_region(region)
+                else:
+                    self._queue_if_done(region)  # one that an interrupt left behind
 
     def drain(self) -> None:
         """Hand over everything staged so far and return when the writer has taken it out of the arena.
@@ -415,8 +473,15 @@ class Stager:
             for region in list(self._open):
                 self._close_region(region)
             before = set(self._outstanding)
-            while self._outstanding & before:
+            while self._outstanding.keys() & before:
                 self._wait_for_room()
+
+    def check_not_staging(self, call: str) -> None:
+        """Raise `RecorderBusyError` if this thread is in the middle of a capture, for which ``call`` would wait for ever."""
+        if threading.get_ident() in self._staging_threads:
+            raise RecorderBusyError(
+                f"{call} was called in the middle of a capture, as from a signal handler: set a flag there and call it between steps"
+            )
 
     @property
     def is_empty(self) -> bool:

@@ -13,6 +13,7 @@ The threads are not daemons, and watch the main thread: when the script ends wit
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import queue
@@ -29,7 +30,7 @@ from hookstore.errors import RecorderClosedError
 from hookstore.files import sync_directory, sync_paths
 from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
-from hookstore.manifest import ManifestWriter, make_batch, rows_to_stream
+from hookstore.manifest import ManifestWriter, RowLog, make_batch, rows_to_stream
 from hookstore.shards import ShardFiles, ShardWriter
 from hookstore.staging import Oversize, Piece, Region, Stager
 
@@ -37,7 +38,9 @@ _POLL_S = 0.1
 _ITEMS_PER_TURN = 64
 _REGION_AGE_S = 0.5  # with a poll and a write this keeps captures acknowledged within a second
 _SYNC_AGE_S = 5.0  # and durable within ten
-_UNSEALED_PER_ARRAY = 2  # a gradient may come after the first of the next shard
+_PLACES_UNSEALED = (
+    4  # stretches of epochs and batches of an array whose shards stay open: gradients may come late, and loops may take turns
+)
 
 
 class SyncRequest:
@@ -82,7 +85,7 @@ class Encoder:
     def __init__(self, memory: memoryview, post: Callable[[Any], None], num_threads: int) -> None:
         self._memory = memory
         self._post = post
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._queue: queue.SimpleQueue[Region | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._compressors = threading.local()
@@ -90,9 +93,10 @@ class Encoder:
     def submit(self, region: Region) -> None:
         """Encode a region and post it as encoded."""
         if not self._threads:
-            self._threads = [threading.Thread(target=self._run, name=f"hookstore-encoder-{number}") for number in range(self._num_threads)]
-            for thread in self._threads:
+            for number in range(self.num_threads):
+                thread = threading.Thread(target=self._run, name=f"hookstore-encoder-{number}", daemon=False)
                 thread.start()
+                self._threads.append(thread)
         self._queue.put(region)
 
     def encode(self, array: Array, chunk: memoryview) -> bytes:
@@ -168,6 +172,8 @@ class Writer:
         self._dirty: dict[str, ShardWriter] = {}
         self._new_directories: set[str] = set()
         self._requests: list[SyncRequest] = []
+        self._to_encode: collections.deque[Region] = collections.deque()
+        self._num_encoding = 0
         self._rows: list[Row] = []
         self._row_owners: list[tuple[ShardWriter | None, int]] = []
         self._synced_at = time.monotonic()
@@ -175,7 +181,8 @@ class Writer:
         self._stopping = False
         self._is_finished = False
         self._main = threading.main_thread()
-        self._thread = threading.Thread(target=self._run, name="hookstore-writer")
+        self._rows_of: dict[ShardWriter, RowLog] = {}
+        self._thread = threading.Thread(target=self._run, name="hookstore-writer", daemon=False)  # else it inherits that from who starts it
 
     # What the recorder calls --------------------------------------------------------------------------------------
 
@@ -275,7 +282,8 @@ class Writer:
             self._stager.release(region)
             return
         if region.array.spec.codec is not None:
-            self.encoder.submit(region)
+            self._to_encode.append(region)
+            self._encode_next()
             return
         shard = self._shard(region.array, region.shard, region.captures)
         memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
@@ -286,7 +294,15 @@ class Writer:
         self._stager.release(region)
         self._note(rows, shard)
 
+    def _encode_next(self) -> None:
+        """Give encoders work, but no more than they can do next: what they have done lies beside the arena until it is written."""
+        while self._to_encode and self._num_encoding < self.encoder.num_threads + 1:
+            self._num_encoding += 1
+            self.encoder.submit(self._to_encode.popleft())
+
     def _write_encoded(self, encoded: _Encoded) -> None:
+        self._num_encoding -= 1
+        self._encode_next()
         region = encoded.region
         captures = region.captures
         shard = self._shard(region.array, region.shard, captures)
@@ -327,17 +343,27 @@ class Writer:
         last = (max(place.epoch for place in places), max(place.batch for place in places), max(capture.call for capture in captures))
         self._arrays.publish(spec, last, self._epoch_batches())
         shards = self._shards.setdefault(spec.path, {})
-        shard = shards.get(where)
+        shard = shards.pop(where, None)
         if shard is None:
-            if len(shards) >= _UNSEALED_PER_ARRAY:
-                self._acknowledge()  # a shard carries its rows; this may seal some already
-            while len(shards) >= _UNSEALED_PER_ARRAY:
-                self._seal(next(iter(shards.values())))
+            self._seal_left_behind(shards, where)
             directory = self._arrays.directory(spec)
-            shard = shards[where] = ShardWriter(directory, spec, where, self._files)
+            shard = ShardWriter(directory, spec, where, self._files)
             self._new_directories.add(directory)
+            self._rows_of[shard] = RowLog()
+        shards[where] = shard  # last in the dictionary: used last
         self._dirty[shard.path] = shard
         return shard
+
+    def _seal_left_behind(self, shards: dict[tuple[int, ...], ShardWriter], where: tuple[int, ...]) -> None:
+        """Seal shards of an array before one is opened: those that are full, and those of all but the places used last.
+
+        A place is a stretch of epochs and batches; all its shards of calls belong together.
+        """
+        recent = list(dict.fromkeys([where[:2], *(place[:2] for place in reversed(shards))]))[:_PLACES_UNSEALED]
+        self._acknowledge()  # a shard carries its rows
+        for place, shard in list(shards.items()):
+            if place[:2] not in recent or (place[:2] != where[:2] and shard.is_full):
+                self._seal(shard)
 
     def _row(self, capture: Capture, shard: ShardWriter | None = None, offset: int = 0, length: int = 0, crc: int = 0) -> Row:
         where = capture.coordinates
@@ -376,7 +402,7 @@ class Writer:
         self._row_owners.append((shard, len(rows)))
 
     def _acknowledge(self) -> None:
-        """Bring the turn's rows into the journal, in one frame, and seal shards that they filled."""
+        """Bring the turn's rows into the journal, in one frame."""
         if not self._rows:
             return
         batch = make_batch(self._rows)
@@ -384,17 +410,12 @@ class Writer:
         self._needs_mark = True
         self.num_acknowledged += len(self._rows)
         start = 0
-        full = []
         for shard, count in self._row_owners:
             if shard is not None:
-                shard.rows.append(batch.slice(start, count))
+                self._rows_of[shard].append(batch.slice(start, count))
                 self.acknowledged_bytes += shard.spec.chunk_bytes * count
-                if shard.is_full and shard not in full:
-                    full.append(shard)
             start += count
         self._rows, self._row_owners = [], []
-        for shard in full:
-            self._seal(shard)
 
     def _sync(self) -> None:
         """Make durable what is acknowledged, and answer who waits for that."""
@@ -415,7 +436,7 @@ class Writer:
     def _seal(self, shard: ShardWriter) -> None:
         del self._shards[shard.spec.path][shard.shard]
         self._dirty.pop(shard.path, None)
-        shard.seal(rows_to_stream(shard.rows, shard.earlier_rows))
+        shard.seal(rows_to_stream(self._rows_of.pop(shard).batches, shard.earlier_rows))
 
     def _finish(self) -> None:
         """Seal every shard, publish exact extents, turn the journal into a part."""
@@ -425,5 +446,6 @@ class Writer:
                 self._seal(shard)
         self._arrays.finish(self._epoch_batches())
         self._manifest.finish_segment()
-        os.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
+        with contextlib.suppress(OSError):  # a network file system's own hidden file may lie there; all of ours are gone
+            os.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)

@@ -191,13 +191,13 @@ MUTANTS = [
     Mutant(
         "a full region is handed over while its last copy is being made",
         ("mixed sizes, small arena",),
-        (of_stager("_close_region", "if region.pending == 0:", "if True:"),),
+        (of_stager("_queue_if_done", "if region.closed and not region.pending and", "if region.closed and"),),
         is_forgiven=False,
     ),
     Mutant(
         "a full region is handed over while another thread copies into it",
         ("interleaved hooks",),
-        (of_stager("_hand_over", "if region.closed and region.pending == 0:", "if region.closed:"),),
+        (of_stager("_queue_if_done", "if region.closed and not region.pending and", "if region.closed and"),),
         is_forgiven=False,
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         "draining does not wait",
         ("drains",),
-        (of_stager("drain", "while self._outstanding & before:", "while False:"),),
+        (of_stager("drain", "while self._outstanding.keys() & before:", "while False:"),),
         is_forgiven=False,
     ),
     # The writer
@@ -248,7 +248,7 @@ MUTANTS = [
         "the writer gives a region back before it is encoded",
         ("recorded, encoded",),
         (
-            of_writer("_write_region", "self.encoder.submit(region)", "self._stager.release(region); self.encoder.submit(region)"),
+            of_writer("_write_region", "self._to_encode.append(region)", "self._stager.release(region); self._to_encode.append(region)"),
             of_writer("_write_encoded", "self._stager.release(region)", "pass"),
         ),
         is_forgiven=False,

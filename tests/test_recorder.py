@@ -72,7 +72,8 @@ def run_script(body, *arguments, **options):
         ({"dtype": "float16"}, "dtype: expected a floating-point torch.dtype"),
         ({"codec": "snappy"}, "codec: expected None, 'zstd', 'lz4' or Zarr codec metadata"),
         ({"codec": {"name": "jpeg"}}, "codec: 'jpeg' is not known"),
-        ({"codec": {"name": "zstd", "configuration": {"speed": 3}}}, "codec: 'zstd' does not take"),
+        ({"codec": {"name": "zstd", "configuration": {"speed": 3}}}, "codec: 'zstd' takes a configuration of 'level', 'checksum'"),
+        ({"codec": {"name": "zstd", "configuration": {"level": 99}}}, "codec: 'zstd' does not take level 99"),
         ({"layers": "conv"}, "matches no module"),
     ],
 )

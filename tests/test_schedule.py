@@ -115,7 +115,40 @@ def test_a_nested_loop_returns_to_the_same_place_so_that_calls_go_on_counting():
         assert clock.here() is here
 
 
-@pytest.mark.parametrize("bad", [-1, 1.0, "1", None, True])
+def test_loops_that_end_in_any_order_leave_the_clock_automatic():
+    clock, _ = make_clock()
+    for _ in zip(clock.batches(range(2), epoch=0), clock.batches(range(3), epoch=0), strict=False):
+        pass
+    assert clock.is_automatic
+    kept = iter(clock.batches(range(2), epoch=1))
+    next(kept)
+    with clock.at(4, 4):
+        del kept
+        assert place(clock) == ("train", 4, 4)
+    assert clock.is_automatic
+
+
+def test_an_inner_loop_gives_back_the_outer_loops_length():
+    clock, _ = make_clock()
+    for _ in clock.batches(range(7), epoch=0):
+        for _ in clock.batches(range(3), epoch=0):
+            assert clock.epoch_batches == 3
+        assert clock.epoch_batches == 7
+
+
+def test_a_loader_whose_length_misbehaves_is_a_loader_without_length():
+    class Loader:
+        def __len__(self):
+            raise RuntimeError("unknown")
+
+        def __iter__(self):
+            return iter("ab")
+
+    clock, _ = make_clock()
+    assert [item for item in clock.batches(Loader(), epoch=0)] == ["a", "b"]  # noqa: C416  # list() would ask for the length
+
+
+@pytest.mark.parametrize("bad", [-1, 1.0, "1", None, True, 2**63])
 def test_bad_coordinates(bad):
     clock, _ = make_clock()
     with pytest.raises(hookstore.ClockError, match="batch: expected a whole number of at least 0"):

@@ -444,7 +444,8 @@ def test_short_writes_are_continued(array: Path, monkeypatch: pytest.MonkeyPatch
     files = ShardFiles()
     system.counts = iter(counts)
     write_a_shard(array, files)
-    assert files.writer.is_direct == direct
+    # After less than a page there is nothing that a direct write could go on from: it may be that there is no room for one.
+    assert files.writer.is_direct == (direct and all(count == 0 or count >= PAGE_BYTES for count in counts))
     assert next(system.counts, None) is None, "the short writes have happened"
     assert system.num_refused == (0 if direct else 1)
     files.close()
