@@ -224,7 +224,7 @@ def test_durable_capture(benchmark: BenchmarkFixture, scale: Scale, scratch: Scr
 
 
 def test_codecs(benchmark: BenchmarkFixture, scale: Scale, scratch: Scratch) -> None:
-    workload = Workload(scale.batches // 2, relu=True)
+    workload = Workload(scale.batches // 4, relu=True)
     contenders = {name: Recorded(workload, scratch, codec) for name, codec in (("zstd", "zstd"), ("lz4", "lz4"), ("none", None))}
     measured = interleave(benchmark, contenders, rounds=scale.rounds, prepare=scratch.renew, finish=os.sync)
     stored_bytes = {name: contender.stored_bytes for name, contender in contenders.items()}

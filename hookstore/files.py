@@ -28,7 +28,7 @@ class DirectWriter:
     def __init__(self) -> None:
         self.is_direct = bool(_O_DIRECT)
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._max_open = _MAX_OPEN_FILES
+        self._max_open = _max_open_files()
 
     def write(self, path: str, buffer: memoryview, offset: int) -> None:
         """Write all of ``buffer``; address, length and offset are multiples of 4,096.
@@ -110,6 +110,15 @@ class DirectWriter:
         """Close every descriptor."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _max_open_files() -> int:
+    """Return how many shards to keep open: a quarter of what the process may, the rest is for others in it."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return _MAX_OPEN_FILES
+    return max(1, min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 _data_sync = getattr(os, "fdatasync", os.fsync)

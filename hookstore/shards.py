@@ -329,9 +329,9 @@ class ShardReader:
             try:
                 if len(self._alive) >= self._max_maps:
                     self._maps.clear()  # each map has a descriptor for as long as an array lies in it
-                if len(self._alive) >= self._max_maps:
+                mapped = self._map(descriptor) if len(self._alive) < self._max_maps else None
+                if mapped is None:
                     return memoryview(os.pread(descriptor, end - start, start))
-                mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             finally:
                 os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
@@ -344,6 +344,17 @@ class ShardReader:
         self._maps.move_to_end(key)
         self._alive.add(mapped)
         return memoryview(mapped)[start:end]
+
+    def _map(self, descriptor: int) -> mmap.mmap | None:
+        """Map a shard, or return ``None`` if the process has no descriptors left for that."""
+        try:
+            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        self._max_maps = max(1, len(self._alive) // 2)  # others in this process want descriptors too
+        self._maps.clear()
+        return None
 
     def _open(self, array: str, shard: str, end: int) -> int:
         """Return a descriptor of the shard, which reaches at least to ``end``."""

@@ -627,3 +627,14 @@ def test_a_part_is_one_row_group_and_plain_parquet(part: Path) -> None:
     assert {metadata.row_group(0).column(number).compression for number in range(metadata.num_columns)} == {"ZSTD"}
     assert pq.read_schema(part).equals(SCHEMA)
     assert pq.read_table(part)["wall_time"].type == pa.timestamp("us", tz="UTC")
+
+
+def test_rows_kept_for_a_shard_stay_few_batches_in_their_order() -> None:
+    from hookstore.manifest import RowLog
+
+    log = RowLog()
+    for step in range(5000):
+        log.append(make_rows(step, step + 1))
+    assert sum(map(len, log._levels)) < 3 * 64
+    (batch,) = log.batches
+    assert batch["step"].to_pylist() == list(range(5000))

@@ -595,3 +595,181 @@ def test_segments_become_parts(path, monkeypatch):
     with hookstore.open(path) as run:
         assert run.manifest["batch"].to_pylist() == list(range(400))
         assert [run[""].activation[0, batch][0] for batch in range(400)] == list(range(400))
+
+
+# What reviews found ------------------------------------------------------------------------------------------------
+
+
+def test_many_calls_of_a_layer_rewrite_no_shards(path):
+    """Each shard of calls stays open: sealing one for every region would copy it again and again."""
+    with record(path) as recorder:
+        model = recorder_model(recorder, path)
+        for batch in recorder.batches(range(12), epoch=0):
+            for call in range(100):
+                model(torch.full((16, 64), float(batch * 100 + call)))
+    stored = sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(path) for name in names)
+    captured = 12 * 100 * 16 * 64 * 4
+    assert stored < 2 * captured + (8 << 20), "what is not captures are indexes of shards and page padding"
+    with hookstore.open(path) as run:
+        for batch in (0, 5, 11):
+            for call in (0, 1, 16, 17, 99):
+                assert run[""].activation[0, batch, call][0, 0] == batch * 100 + call
+
+
+def test_run_begun_in_a_daemon_thread_is_finished(path):
+    done = run_script(
+        """
+        import threading
+        done = threading.Event()
+        def train():
+            model = Returns()
+            with_hooks = hookstore.record(model, sys.argv[1], layers="", buffer_bytes=1 << 20, codec="zstd")
+            for batch in with_hooks.batches(range(20), epoch=0):
+                model(torch.full((1000,), float(batch)))
+            done.set()
+            threading.Event().wait()
+        threading.Thread(target=train, daemon=True).start()
+        done.wait()
+        """,
+        path,
+    )
+    assert done.returncode == 0, done.stderr
+    with hookstore.open(path) as run:
+        assert run.info().state == "finished"
+        assert run.batches(0) == list(range(20))
+
+
+@pytest.mark.parametrize("size", [1_000, 100_000])
+def test_interrupts_at_any_instant_leave_nothing_to_wait_for(path, size):
+    """Ctrl-C in the middle of captures, small and larger than the buffer, again and again; then close() must come back."""
+    done = run_script(
+        f"""
+        import random, signal
+        model = Returns()
+        recorder = hookstore.record(model, sys.argv[1], layers="", buffer_bytes=128 << 10)
+        def interrupt(*_):
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, interrupt)
+        value = torch.zeros({size})
+        number = 0
+        for _ in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.02))
+                while True:
+                    recorder.at(epoch=0, batch=number)
+                    model(value.fill_(number))
+                    number += 1
+            except KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                number += 1
+        recorder.close()
+        print(number)
+        """,
+        path,
+    )
+    assert done.returncode == 0, done.stderr
+    with hookstore.open(path) as run:
+        assert len(run.batches(0)) >= int(done.stdout) - 2 * 60
+        for row in run.manifest.to_pylist():
+            array = run.read(row)
+            assert array[0] == array[-1] == row["batch"]
+
+
+def test_flush_from_a_signal_handler_in_a_capture_is_refused_instead_of_hanging(path, monkeypatch):
+    with record(path) as recorder:
+        model = recorder_model(recorder, path)
+        device_copy = recorder_module.Devices.of
+        caught = []
+
+        class Interrupted:
+            def copy(self, destination, source):
+                signal.raise_signal(signal.SIGUSR1)
+                return device_copy(recorder._stager._devices, source).copy(destination, source)
+
+        def handler(*_):
+            for call in (recorder.flush, recorder.close):
+                with pytest.raises(hookstore.RecorderBusyError, match="in the middle of a capture") as refused:
+                    call()
+                caught.append(refused.value)
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        monkeypatch.setattr(recorder_module.Devices, "of", lambda *_: Interrupted())
+        try:
+            model(torch.ones(3))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        recorder.flush()
+    assert len(caught) == 2
+    with hookstore.open(path) as run:
+        assert run[""].activation[0, 0].tolist() == [1.0] * 3
+
+
+def test_disable_holds_for_gaps_too(path, monkeypatch):
+    class Text(nn.Module):
+        def forward(self, value):
+            return "text"
+
+    model = Text()
+    full_disk(monkeypatch, after=0)
+    with pytest.warns(hookstore.CaptureWarning, match="stopped capturing"), record(path, model, on_error="disable") as recorder:
+        recorder._stager.fail(OSError(errno.ENOSPC, "No space left on device"))
+        model(torch.ones(3))
+        recorder._stager.failure = None
+
+
+def test_writes_that_never_make_a_page_end_in_the_systems_error(path, monkeypatch):
+    """A file-size limit or a quota may leave room for less than a page, which direct writes can never use."""
+    write = os.pwrite
+    room = [5 * 4096 + 512]
+
+    def pwrite(descriptor, buffer, offset):
+        if offset >= room[0]:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return write(descriptor, bytes(buffer[: max(1, room[0] - offset)]) if offset + len(buffer) > room[0] else buffer, offset)
+
+    monkeypatch.setattr(shards.os, "pwrite", pwrite)
+    recorder = record(path)
+    recorder_model(recorder, path)(torch.ones(20_000))
+    with pytest.raises(OSError, match="File too large"):
+        recorder.flush()
+    with pytest.raises(OSError, match="File too large"):
+        recorder.close()
+
+
+@pytest.mark.parametrize("what", ["record", "read"])
+def test_few_descriptors_are_enough(path, what):
+    """Hundreds of arrays under a limit of 64 descriptors, also when the reader keeps every array that it gets."""
+    done = run_script(
+        """
+        import resource, numpy
+        limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        if sys.argv[2] == "record":
+            limit()
+        model = nn.Sequential(*(Returns() for _ in range(200)))
+        with hookstore.record(model, sys.argv[1], buffer_bytes=1 << 20) as recorder:
+            for batch in recorder.batches(range(2), epoch=0):
+                model(torch.full((10,), float(batch)))
+        if sys.argv[2] == "read":
+            limit()
+        run = hookstore.open(sys.argv[1])
+        kept = [run[str(layer)].activation[0, batch] for layer in range(200) for batch in range(2)]
+        assert all((array == number % 2).all() for number, array in enumerate(kept))
+        print(len(kept))
+        """,
+        path,
+        what,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "400"), done.stderr
+
+
+def test_a_recording_that_cannot_begin_leaves_nothing_behind(path, monkeypatch):
+    def fail(*_arguments, **_options):
+        raise MemoryError("no staging buffer today")
+
+    monkeypatch.setattr(recorder_module, "allocate_host", fail)
+    with pytest.raises(MemoryError, match="no staging buffer today"):
+        record(path)
+    assert not path.exists()
+    monkeypatch.undo()
+    with record(path):
+        pass
