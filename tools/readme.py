@@ -55,7 +55,8 @@ def rules() -> str:
   The index stands at the end (`bytes`, `crc32c`), and before it a trailer of {spec.TRAILER_BYTES} bytes (`{spec.TRAILER_MAGIC.decode()}`, offset, length and crc32c as
   `{spec.TRAILER_FORMAT}`) that leads to the shard's own manifest rows, an Arrow IPC stream. Batches that were not recorded are missing chunks: no bytes, no row.
 - **Journal.** Frames of `{spec.FRAME_FORMAT}` (payload length, kind, crc32c over both and the payload) and the payload: kind {spec.FRAME_SCHEMA} the Arrow schema,
-  {spec.FRAME_ROWS} an Arrow record batch, {spec.FRAME_SYNC} a sync mark (`{spec.SYNC_FORMAT}`: rows of the segment that are durable). Reading ends at the first frame that is torn.
+  {spec.FRAME_ROWS} an Arrow record batch, {spec.FRAME_SYNC} a sync mark (`{spec.SYNC_FORMAT}`: rows of the segment that are durable). Reading ends at the first frame that is torn;
+  a damaged one that whole frames follow is left out with a warning.
   A segment of {spec.SEGMENT_ROWS:,} rows becomes a part."""
 
 
