@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx._symbolic_trace import is_fx_tracing
+from torch.fx import _symbolic_trace
 from torch.jit._trace import is_tracing
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +27,10 @@ from hookstore.schedule import Clock
 from hookstore.selection import Layer
 from hookstore.sink import Call, Sink
 from hookstore.watch import GradientWatch
+
+
+# The older name logs a warning in newer versions.
+_is_symbolically_traced = getattr(_symbolic_trace, "is_fx_symbolic_tracing", None) or _symbolic_trace.is_fx_tracing
 
 
 class _InertCopy:
@@ -134,7 +138,9 @@ class LayerHooks:
 
 def _is_traced() -> bool:
     """Say whether the model is being compiled, exported or traced instead of run."""
-    return torch.compiler.is_compiling() or is_tracing() or is_fx_tracing()
+    return (
+        torch.compiler.is_compiling() or is_tracing() or _is_symbolically_traced()
+    )  # read as it is: asking by the function logs a warning
 
 
 class _PreHook(_InertCopy):

@@ -962,3 +962,14 @@ def test_two_models_record_into_two_runs_at_once(tmp_path):
     for name, value in (("g", 2.0), ("d", 20.0)):
         with hookstore.open(tmp_path / name) as run:
             assert values(run[""].activation, 0, 0) == [[value]]
+
+
+def test_symbolic_tracing_leaves_no_phantom_records_and_recording_logs_nothing(path, caplog, capfd):
+    model = nn.Sequential(nn.Linear(2, 1))
+    with recording(model, path, kinds=("activation", "gradient", "input")) as recorder, recorder.at(epoch=0, batch=0):
+        torch.fx.symbolic_trace(model)
+        model(torch.ones(3, 2)).sum().backward()
+    assert capfd.readouterr() == ("", "")
+    assert not [entry for entry in caplog.records if entry.levelname in ("WARNING", "ERROR")]
+    with hookstore.open(path) as run:
+        assert run.manifest["call"].to_pylist() == [0, 0, 0]
