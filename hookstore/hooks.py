@@ -28,7 +28,6 @@ from hookstore.selection import Layer
 from hookstore.sink import Call, Sink
 from hookstore.watch import GradientWatch
 
-
 # The older name logs a warning in newer versions.
 _is_symbolically_traced = getattr(_symbolic_trace, "is_fx_symbolic_tracing", None) or _symbolic_trace.is_fx_tracing
 
