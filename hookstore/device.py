@@ -17,6 +17,7 @@ The same pattern, with its reasons against ``record_stream``: ``torch/_functorch
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections import deque
@@ -363,4 +364,11 @@ def allocate_host(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     with torch.inference_mode(mode=False):
         if pinned:
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        # Private, so that a forked child does not write into it.
+        memory = mmap.mmap(-1, num_bytes, **({"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(
+                    mmap.MADV_HUGEPAGE
+                )  # a fault for each 2 MiB instead of each 4 KiB, while the arena is touched for the first time
+        return torch.frombuffer(memory, dtype=torch.uint8)
