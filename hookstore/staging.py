@@ -235,7 +235,9 @@ class Stager:
         try:
             with self._lock:
                 found = array.region
-                if found is None or found.shard != shard:
+                if (
+                    found is None or found.shard != shard or found.reserved == len(found.views)
+                ):  # the last: an interrupt kept it from being closed
                     found = self._open_region(array, shard)
                 if found is not None:
                     slot = found.reserved
@@ -333,7 +335,7 @@ class Stager:
             while True:
                 region = array.region
                 if region is not None:
-                    if region.shard == shard:
+                    if region.shard == shard and region.reserved < len(region.views):
                         return region
                     self._close_region(region)
                 if not self._waiting or self._waiting[0] is ticket:

@@ -639,6 +639,7 @@ def test_run_begun_in_a_daemon_thread_is_finished(path):
         assert run.batches(0) == list(range(20))
 
 
+@pytest.mark.slow  # a soak: instants are drawn at random
 @pytest.mark.parametrize("size", [1_000, 100_000])
 def test_interrupts_at_any_instant_leave_nothing_to_wait_for(path, size):
     """Ctrl-C in the middle of captures, small and larger than the buffer, again and again; then close() must come back."""
@@ -669,7 +670,7 @@ def test_interrupts_at_any_instant_leave_nothing_to_wait_for(path, size):
     )
     assert done.returncode == 0, done.stderr
     with hookstore.open(path) as run:
-        assert len(run.batches(0)) >= int(done.stdout) - 2 * 60
+        assert run.manifest.num_rows >= int(done.stdout) - 2 * 60
         for row in run.manifest.to_pylist():
             array = run.read(row)
             assert array[0] == array[-1] == row["batch"]
