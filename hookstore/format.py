@@ -26,7 +26,6 @@ JOURNAL_DIR = "journal"
 KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
 PHASES = ("train", "eval")
 LARGEST_COORDINATE = 2**40  # epochs and batches: what every Zarr reader takes as an extent
-STATUSES = ("ok", "dropped", "lost", "skipped")
 
 # Shards -----------------------------------------------------------------------------------------------------------
 
