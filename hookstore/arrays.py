@@ -10,6 +10,7 @@ Zarr v3: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
-from hookstore.files import write_atomically
+from hookstore.files import replace_all, write_atomically
 from hookstore.format import DTYPES, ArraySpec, escape
 
 if TYPE_CHECKING:
@@ -130,20 +131,21 @@ for _type in (BFloat16, Float8E5M2):
 
 @dataclass(slots=True)
 class _LayerState:
-    """Extents that all arrays of a layer share, and its arrays."""
+    """Extents that all arrays of a layer share, as published and as needed, and its arrays by name."""
 
     directory: str
     extents: list[int]
+    wanted: list[int]
     num_samples: int | None = None
     seen: list[int] = field(default_factory=lambda: [0, 0, 0])
-    arrays: list[ArraySpec] = field(default_factory=list)
+    arrays: dict[str, ArraySpec] = field(default_factory=dict)
 
 
 class ArrayStore:
     """Writes the ``zarr.json`` files below ``layers/``; used by one thread.
 
     All arrays of a layer have one extent in epochs, batches and calls. It is published ahead where it is known and grows by doubling where not, so that
-    metadata is seldom rewritten.
+    metadata is seldom rewritten; and it grows in the files only when `grow` is called, which has to be before a shard appears beyond it.
 
     Parameters
     ----------
@@ -164,14 +166,14 @@ class ArrayStore:
         self._layers: dict[str, _LayerState] = {}
         self.unsynced: set[str] = set()
         self._num_made = 0
-        self._write_group(layers_path, {})
+        self._write_new(layers_path, _group_metadata({}))
 
     def directory(self, spec: ArraySpec) -> str:
         """Return the directory of an array."""
         return os.path.join(self._layers_path, *spec.path.split("/"))
 
     def publish(self, spec: ArraySpec, last: tuple[int, int, int], epoch_batches: int | None) -> None:
-        """Make sure that the array exists and that its shape covers (epoch, batch, call).
+        """Make sure that the array exists, and that the shape that `grow` gives it covers (epoch, batch, call).
 
         Parameters
         ----------
@@ -185,46 +187,52 @@ class ArrayStore:
         layer = self._layers.get(spec.layer)
         if layer is None:
             directory = os.path.join(self._layers_path, escape(spec.layer))
-            self._write_group(directory, {"layer": spec.layer})
-            layer = self._layers[spec.layer] = _LayerState(directory, [self._num_epochs or 1, epoch_batches or 1, 1])
-        is_new = spec not in layer.arrays
-        if is_new:
-            layer.arrays.append(spec)
-        wanted = [last[0] + 1, last[1] + 1, last[2] + 1]
-        layer.seen = [max(pair) for pair in zip(layer.seen, wanted, strict=True)]
-        if any(need > extent for need, extent in zip(wanted, layer.extents, strict=True)):
-            grown = [wanted[0], max(epoch_batches or 0, _doubled(wanted[1], layer.extents[1])), _doubled(wanted[2], layer.extents[2])]
-            layer.extents = [max(pair) for pair in zip(grown, layer.extents, strict=True)]
-            for known in layer.arrays:
-                self._write_array(layer, known, is_new=known is spec and is_new)
-        elif is_new:
-            self._write_array(layer, spec, is_new=True)
+            self._write_new(directory, _group_metadata({"layer": spec.layer}))
+            extents = [max(self._num_epochs or 0, last[0] + 1), _ahead(last[1] + 1, epoch_batches or 0), _ahead(last[2] + 1, 0)]
+            layer = self._layers[spec.layer] = _LayerState(directory, extents, list(extents))
+        seen, wanted = layer.seen, layer.wanted
+        for axis, position in enumerate(last):
+            if position >= seen[axis]:
+                seen[axis] = position + 1
+                if position >= wanted[axis]:
+                    wanted[axis] = (position + 1, _ahead(position + 1, epoch_batches or 0), _ahead(position + 1, 0))[axis]
+        if spec.name not in layer.arrays:
+            layer.arrays[spec.name] = spec
+            self._write_new(self.directory(spec), self._array_metadata(layer, spec))
+
+    def grow(self) -> None:
+        """Bring every layer's arrays to the extents that are needed, all in one go: each file that is replaced has to be synced first."""
+        grown = [layer for layer in self._layers.values() if layer.wanted != layer.extents]
+        for layer in grown:
+            layer.extents = list(layer.wanted)
+        self._rewrite(grown)
 
     def finish(self, epoch_batches: int | None) -> None:
         """Take back what was published ahead and never came."""
+        shrunk = []
         for layer in self._layers.values():
-            exact = [layer.seen[0], max(layer.seen[1], min(epoch_batches or 0, layer.extents[1])), layer.seen[2]]
+            exact = [layer.seen[0], max(layer.seen[1], min(epoch_batches or 0, layer.wanted[1])), layer.seen[2]]
             if exact != layer.extents:
-                layer.extents = exact
-                for spec in layer.arrays:
-                    self._write_array(layer, spec, is_new=False)
+                layer.extents = layer.wanted = exact
+                shrunk.append(layer)
+        self._rewrite(shrunk)
 
-    def _write_array(self, layer: _LayerState, spec: ArraySpec, *, is_new: bool) -> None:
-        names = self._dimension_names(layer, spec)
-        self._write(self.directory(spec), array_metadata(spec, tuple(layer.extents), names), is_new=is_new)
+    def _rewrite(self, layers: list[_LayerState]) -> None:
+        contents = {
+            os.path.join(self.directory(spec), "zarr.json"): self._array_metadata(layer, spec)
+            for layer in layers
+            for spec in layer.arrays.values()
+        }
+        replace_all(contents, self._layers_path)
 
-    def _write_group(self, directory: str, attributes: dict[str, Any]) -> None:
-        contents = GroupMetadata(attributes=attributes).to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes()
-        self._write(directory, contents, is_new=True)
+    def _array_metadata(self, layer: _LayerState, spec: ArraySpec) -> bytes:
+        return array_metadata(spec, tuple(layer.extents), self._dimension_names(layer, spec))
 
-    def _write(self, directory: str, contents: bytes, *, is_new: bool) -> None:
-        """Write a ``zarr.json``. One that takes the place of another is synced first, a new one together with the first captures.
+    def _write_new(self, directory: str, contents: bytes) -> None:
+        """Write the ``zarr.json`` of a new group or array, which is synced together with the first captures.
 
-        A new group or array appears whole: readers would warn about a directory without metadata.
+        It appears whole: readers would warn about a directory without metadata.
         """
-        if not is_new:
-            write_atomically(os.path.join(directory, "zarr.json"), contents)
-            return
         if os.path.isdir(directory):  # the root, which stands before anything reads it
             write_atomically(os.path.join(directory, "zarr.json"), contents, sync=False)
         else:
@@ -248,12 +256,26 @@ class ArrayStore:
         return names
 
 
-def _doubled(need: int, extent: int) -> int:
-    return extent if need <= extent else 1 << (need - 1).bit_length()
+def _ahead(need: int, known: int) -> int:
+    """Return the extent to publish: the known one if it is enough, else a power of two."""
+    return known if need <= known else 1 << (need - 1).bit_length()
+
+
+def _group_metadata(attributes: dict[str, Any]) -> bytes:
+    """Return the ``zarr.json`` of a group."""
+    return json.dumps({**_checked_group(), "attributes": attributes}).encode()
+
+
+@functools.cache
+def _checked_group() -> dict[str, Any]:
+    checked: dict[str, Any] = json.loads(GroupMetadata().to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes())
+    return checked
 
 
 def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: list[str]) -> bytes:
     """Return the ``zarr.json`` of an array, checked and written by zarr-python's own class.
+
+    That takes a millisecond of the GIL, which the training would notice in a model of many layers, so arrays that are laid out alike share what it gives.
 
     Parameters
     ----------
@@ -264,19 +286,7 @@ def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: l
     dimension_names : list of str
         One for each dimension.
     """
-    dtype = DTYPES[spec.dtype]
     leading = extents[: len(spec.shard_shape)]
-    bytes_codec: dict[str, Any] = {"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
-    compressors = [] if spec.codec is None else [json.loads(spec.codec)]
-    sharding = {
-        "name": "sharding_indexed",
-        "configuration": {
-            "chunk_shape": [*(1 for _ in leading), *spec.chunk_shape],
-            "codecs": [bytes_codec, *compressors, {"name": "crc32c"}],
-            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            "index_location": "end",
-        },
-    }
     attributes = {
         "layer": spec.layer,
         "kind": spec.kind,
@@ -285,17 +295,37 @@ def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: l
         "torch_dtype": spec.dtype,
         "rank": spec.rank,
     }
+    checked = _checked_array(spec.dtype, spec.shard_shape, spec.chunk_shape, spec.codec)
+    shape = [*leading, *spec.chunk_shape]
+    return json.dumps({**checked, "shape": shape, "attributes": attributes, "dimension_names": dimension_names}).encode()
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked_array(dtype_name: str, shard_shape: tuple[int, ...], chunk_shape: tuple[int, ...], codec: str | None) -> dict[str, Any]:
+    """Return the metadata of an array, with a shape of one shard and without attributes and dimension names, as zarr-python writes it."""
+    dtype = DTYPES[dtype_name]
+    bytes_codec: dict[str, Any] = {"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
+    compressors = [] if codec is None else [json.loads(codec)]
+    sharding = {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": [*(1 for _ in shard_shape), *chunk_shape],
+            "codecs": [bytes_codec, *compressors, {"name": "crc32c"}],
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "index_location": "end",
+        },
+    }
     contents: dict[str, Any] = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": (*leading, *spec.chunk_shape),
+        "shape": (*shard_shape, *chunk_shape),
         "data_type": dtype.zarr,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": (*spec.shard_shape, *spec.chunk_shape)}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": (*shard_shape, *chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": list(dtype.fill_value) if isinstance(dtype.fill_value, tuple) else dtype.fill_value,
         "codecs": [sharding],
-        "attributes": attributes,
-        "dimension_names": dimension_names,
+        "attributes": {},
     }
     metadata = ArrayV3Metadata.from_dict(contents)
-    return metadata.to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes()
+    checked: dict[str, Any] = json.loads(metadata.to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes())
+    return checked

@@ -6,16 +6,21 @@ import ctypes
 import errno
 import mmap
 import os
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import IO, Any
+
+import numpy as np
 
 from hookstore.format import PAGE_BYTES
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LONGEST_WRITE = 0x7FFF_F000
-_MAX_OPEN_FILES = 128
+_MAX_OPEN_FILES = 512
 _EMPTY_WRITES = 8
 _SINK_BYTES = 4 << 20
+_RECORDS_IN_MEMORY_BYTES = 16 << 10
 _SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
 
 
@@ -113,12 +118,12 @@ class DirectWriter:
 
 
 def _max_open_files() -> int:
-    """Return how many shards to keep open: a quarter of what the process may, the rest is for others in it."""
+    """Return how many shards to keep open: a third of what the process may, the rest is for others in it."""
     try:
         import resource
     except ImportError:  # not a POSIX system
         return _MAX_OPEN_FILES
-    return max(1, min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+    return max(1, min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3))
 
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
@@ -175,6 +180,16 @@ def write_atomically(path: str, contents: bytes, *, sync: bool = True) -> None:
     sync : bool
         Whether it is durable on return. Without that the caller has to sync the file and its directory before anything relies on it.
     """
+    temporary = _write_temporary(path, contents)
+    if sync:
+        sync_paths([temporary], temporary)
+    os.replace(temporary, path)
+    if sync:
+        sync_directory(os.path.dirname(path))
+
+
+def _write_temporary(path: str, contents: bytes) -> str:
+    """Write what is to replace a file beside it, and return the path of that."""
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.writing")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -182,13 +197,28 @@ def write_atomically(path: str, contents: bytes, *, sync: bool = True) -> None:
         view = memoryview(contents)
         while view:
             view = view[os.write(descriptor, view) :]
-        if sync:
-            os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    os.replace(temporary, path)
-    if sync:
-        sync_directory(directory)
+    return temporary
+
+
+def replace_all(contents: dict[str, bytes], file_system: str) -> None:
+    """Write files by temporary files and renames as `write_atomically` does, durable on return, with the syncs of all together.
+
+    Parameters
+    ----------
+    contents : dict
+        What each file is to hold, by path.
+    file_system : str
+        A directory of the file system that they are in; see `sync_paths`.
+    """
+    temporaries = {}
+    for path, content in contents.items():
+        temporaries[path] = _write_temporary(path, content)
+    sync_paths(temporaries.values(), file_system)
+    for path, temporary in temporaries.items():
+        os.replace(temporary, path)
+    sync_paths({os.path.dirname(path) for path in contents}, file_system)
 
 
 class Sink:
@@ -236,3 +266,82 @@ class Sink:
             self._writer.write(self._path, self._memory[:count], self.offset)
         self.offset += count
         self._filled = 0
+
+
+class Spool:
+    """An anonymous file for what is too much to keep in memory; it is gone when it is closed, or with the process.
+
+    Parameters
+    ----------
+    directory : str or None
+        A directory of the file system to use; the system's temporary one by default.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
+        self._file: IO[bytes] | None = None
+        self._end = 0
+
+    def append(self, contents: bytes) -> int:
+        """Write bytes, and return where they begin."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115  # open for as long as the recording
+        start = self._end
+        view = memoryview(contents)
+        while view:
+            count = os.pwrite(self._file.fileno(), view, self._end)
+            self._end += count
+            view = view[count:]
+        return start
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return bytes that were appended."""
+        assert self._file is not None
+        contents = os.pread(self._file.fileno(), num_bytes, start)
+        if len(contents) != num_bytes:
+            raise OSError(errno.EIO, f"a spooled piece of {num_bytes:,} bytes has only {len(contents):,}", self._directory)
+        return contents
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class SpooledRecords:
+    """Records of one NumPy dtype that are kept until they are asked for; a spool holds all but the newest.
+
+    Parameters
+    ----------
+    spool : Spool
+        The file, which others use too.
+    dtype : numpy.dtype
+        Of the records.
+    """
+
+    def __init__(self, spool: Spool, dtype: np.dtype[Any]) -> None:
+        self._spool = spool
+        self._dtype = dtype
+        self._newest: list[np.ndarray[Any, Any]] = []
+        self._num_newest = 0
+        self._num_spooled = 0
+        self._pieces: list[tuple[int, int]] = []  # (start, bytes) in the spool
+
+    def __len__(self) -> int:
+        return self._num_spooled + self._num_newest
+
+    def append(self, records: np.ndarray[Any, Any]) -> None:
+        """Keep a copy of records."""
+        self._newest.append(records.astype(self._dtype))
+        self._num_newest += len(records)
+        if self._num_newest * self._dtype.itemsize >= _RECORDS_IN_MEMORY_BYTES:
+            contents = np.concatenate(self._newest).tobytes()
+            self._pieces.append((self._spool.append(contents), len(contents)))
+            self._num_spooled += self._num_newest
+            self._newest, self._num_newest = [], 0
+
+    def read(self) -> np.ndarray[Any, Any]:
+        """Return all of them, in their order."""
+        spooled = [np.frombuffer(self._spool.read(*piece), dtype=self._dtype) for piece in self._pieces]
+        return np.concatenate([*spooled, *self._newest]) if spooled or self._newest else np.empty(0, dtype=self._dtype)

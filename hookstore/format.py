@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FORMAT_VERSION = 1
 
@@ -409,15 +409,22 @@ class ArraySpec:
         """Entries in the index of one shard."""
         return math.prod(self.shard_shape)
 
-    def locate(self, epoch: int, batch: int, call: int) -> tuple[tuple[int, ...], int]:
-        """Return the shard's coordinates and the entry in its index for one capture."""
-        epochs, batches = self.shard_shape[:2]
-        shard_epoch, inner_epoch = divmod(epoch, epochs)
-        shard_batch, inner_batch = divmod(batch, batches)
-        if not self.calls:
-            return (shard_epoch, shard_batch), inner_epoch * batches + inner_batch
-        shard_call, inner_call = divmod(call, self.shard_shape[2])
-        return (shard_epoch, shard_batch, shard_call), (inner_epoch * batches + inner_batch) * self.shard_shape[2] + inner_call
+    def shard_of(self, epoch: int, batch: int, call: int) -> tuple[int, ...]:
+        """Return the coordinates of the shard for one capture."""
+        coordinates = (epoch, batch, call) if self.calls else (epoch, batch)
+        return tuple(value // size for value, size in zip(coordinates, self.shard_shape, strict=True))
+
+    def entries(self, epochs: Any, batches: Any, calls: Any) -> Any:
+        """Return the entries in a shard's index for captures of that shard; takes and gives integers or NumPy arrays of them."""
+        inner = epochs % self.shard_shape[0] * self.shard_shape[1] + batches % self.shard_shape[1]
+        return inner * self.shard_shape[2] + calls % self.shard_shape[2] if self.calls else inner
+
+    def shard_ranges(self, shard: tuple[int, ...]) -> tuple[range, range, range]:
+        """Return the epochs, batches and calls that belong to a shard."""
+        epochs, batches, calls = (
+            range(place * size, (place + 1) * size) for place, size in zip((*shard, 0)[:3], (*self.shard_shape, 1)[:3], strict=True)
+        )
+        return epochs, batches, calls
 
     def shard_key(self, shard: tuple[int, ...]) -> str:
         """Return the Zarr key of a shard, which is its file name in the array's directory."""

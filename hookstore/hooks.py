@@ -12,24 +12,28 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import _symbolic_trace
-from torch.jit._trace import is_tracing
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from hookstore.layout import Call
 from hookstore.nested import argument_leaves, tensor_leaves
 from hookstore.schedule import Clock
 from hookstore.selection import Layer
-from hookstore.sink import Call, Sink
+from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
 
-# The older name logs a warning in newer versions.
-_is_symbolically_traced = getattr(_symbolic_trace, "is_fx_symbolic_tracing", None) or _symbolic_trace.is_fx_tracing
+# The plain flag where torch has it. Of the functions around it the older one logs a warning in newer versions.
+_is_symbolically_traced: Callable[[], bool] = (
+    getattr(_symbolic_trace, "_get_is_fx_tracing", None)
+    or getattr(_symbolic_trace, "is_fx_symbolic_tracing", None)
+    or _symbolic_trace.is_fx_tracing
+)
 
 
 class _InertCopy:
@@ -65,7 +69,9 @@ class LayerHooks:
         self.name = layer.name
         self.sink = sink
         self.kinds = frozenset(kinds)
+        self.takes_arguments = not self.kinds.isdisjoint(("input", "parameter"))
         self.calls = _Calls()
+        self.was_called = False
         self.watches: list[GradientWatch] = []
         self._module = weakref.ref(layer.module)
         self._pre = _PreHook(self)
@@ -94,19 +100,35 @@ class LayerHooks:
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
         stack = self.calls.stack
-        coordinates = self.sink.clock.here() if self.sink.is_active and not _is_traced() else None
+        sink = self.sink
+        clock = sink.clock
+        coordinates = clock.here() if sink.is_active and not _is_traced() else None
         if coordinates is None or torch._C._current_graph_task_id() != -1:  # the latter: activation checkpointing computes it again
             stack.append(None)
             return None
         if stack and (stack[-1] is None or stack[-1].coordinates is not coordinates):
             stack.clear()  # left behind by a forward that raised
-        number = next(coordinates.calls.setdefault(self.name, itertools.count()))  # atomic: replicas of a module run on several threads
-        self.sink.num_calls[self.name] = self.sink.num_calls.get(self.name, 0) + 1
-        call = Call(coordinates, number, self.sink.clock.step, torch._C._autograd._get_sequence_nr())
+        counter = coordinates.calls.get(self.name)
+        if counter is None:
+            counter = coordinates.calls.setdefault(self.name, itertools.count())
+        self.was_called = True
+        call = Call(
+            coordinates, next(counter), clock.step, torch._C._autograd._get_sequence_nr()
+        )  # next is atomic: replicas of a module run on threads
         stack.append(call)
         return call
 
-    def watch(self, outputs: list[tuple[str, torch.Tensor]], call: Call) -> None:
+    def see(self, leaves: Sequence[tuple[str, torch.Tensor]], output: Any, call: Call) -> None:
+        """Take what a call returned, of which the tensors are the leaves."""
+        if "activation" in self.kinds:
+            for leaf, tensor in leaves:
+                self.sink.put(self.name, "activation", leaf, tensor, call)
+            if not leaves:
+                self.sink.skip_value(self.name, "activation", call, f"the module returned a {type(output).__name__} without tensors")
+        if "gradient" in self.kinds and torch.is_grad_enabled():
+            self.watch(leaves, call)
+
+    def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
         """Have the gradients of a call's outputs captured when they arrive."""
         if self.watches and self.watches[0].coordinates is not call.coordinates:
             current = {id(output): output for _, output in outputs}
@@ -137,9 +159,7 @@ class LayerHooks:
 
 def _is_traced() -> bool:
     """Say whether the model is being compiled, exported or traced instead of run."""
-    return (
-        torch.compiler.is_compiling() or is_tracing() or _is_symbolically_traced()
-    )  # read as it is: asking by the function logs a warning
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or _is_symbolically_traced()
 
 
 class _PreHook(_InertCopy):
@@ -151,7 +171,7 @@ class _PreHook(_InertCopy):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         hooks = self._hooks
         call = hooks.begin()
-        if call is None:
+        if call is None or not hooks.takes_arguments:
             return
         with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
             if "input" in hooks.kinds:
@@ -175,15 +195,11 @@ class _PostHook(_InertCopy):
         call = stack.pop() if stack else None
         if call is None:
             return
-        with torch._C.DisableTorchFunction():
-            leaves = [("", output)] if isinstance(output, torch.Tensor) else list(tensor_leaves(output))
-            if "activation" in hooks.kinds:
-                for leaf, tensor in leaves:
-                    hooks.sink.put(hooks.name, "activation", leaf, tensor, call)
-                if not leaves:
-                    hooks.sink.skip_value(hooks.name, "activation", call, f"the module returned a {type(output).__name__} without tensors")
-            if "gradient" in hooks.kinds and torch.is_grad_enabled():
-                hooks.watch(leaves, call)
+        if type(output) is torch.Tensor and not torch._C._len_torch_function_stack():
+            hooks.see((("", output),), output, call)
+        else:
+            with torch._C.DisableTorchFunction():
+                hooks.see(list(tensor_leaves(output)), output, call)
 
 
 class _TickHook(_InertCopy):
@@ -252,6 +268,11 @@ class ModelHooks:
     def is_installed(self) -> bool:
         """Whether any layer has hooks."""
         return any(layer.is_installed for layer in self._layers)
+
+    @property
+    def silent_layers(self) -> list[str]:
+        """Names of the layers of which no call was recorded."""
+        return [layer.name for layer in self._layers if not layer.was_called]
 
     def remove(self) -> None:
         """Remove every hook, for good."""

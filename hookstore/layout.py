@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _REGION_BYTES = 4 << 20  # large enough that a write costs its bytes and not its call
 _FIRST_REGION_BYTES = 64 << 10
+SMALL_BYTES = 32 << 10  # up to here a copy and a checksum take less than giving the GIL away and getting it back
 
 
 class Array:
@@ -35,35 +36,59 @@ class Array:
     ----------
     spec : ArraySpec
         What is fixed.
-    chunk_bytes, stride_bytes : int
-        Taken from ``spec`` once.
+    path : str
+        Taken from ``spec`` once, as are ``chunk_bytes`` and ``stride_bytes``.
+    is_small : bool
+        Whether its captures are copied at once, where that is possible; see `hookstore.staging.Stager.stage_small`.
     region : Region or None
         The region that takes the next captures; guarded by the stager's lock.
     region_bytes : int
-        Size that the next region asks for. It doubles each time one is filled, so that arrays with few captures keep little memory.
+        Bytes of slots that the next region asks for. It is four times as large each time one is filled, so that arrays with few captures keep little memory.
     """
 
-    __slots__ = ("chunk_bytes", "itemsize", "region", "region_bytes", "spec", "stride_bytes")
+    __slots__ = ("chunk_bytes", "is_small", "path", "region", "region_bytes", "spec", "stride_bytes")
 
     def __init__(self, spec: ArraySpec) -> None:
         self.spec = spec
+        self.path = spec.path
         self.chunk_bytes = spec.chunk_bytes
         self.stride_bytes = spec.stride_bytes
-        self.itemsize = DTYPES[spec.dtype].itemsize
+        self.is_small = self.chunk_bytes <= SMALL_BYTES
         self.region: Region | None = None
         self.region_bytes = align(max(self.stride_bytes, _FIRST_REGION_BYTES), PAGE_BYTES)
 
     def grow_region(self) -> None:
         """Ask for a larger region next time."""
         if self.region_bytes < _REGION_BYTES:
-            self.region_bytes = min(2 * self.region_bytes, _REGION_BYTES)
+            self.region_bytes = min(4 * self.region_bytes, _REGION_BYTES)
+
+
+class Call(NamedTuple):
+    """One call of a layer that is recorded.
+
+    Attributes
+    ----------
+    coordinates : Coordinates
+        Where it is filed.
+    number : int
+        Which call of the layer there.
+    step : int
+        Optimizer steps done before.
+    sequence_nr : int
+        Autograd's counter when the call began: what was made later was made inside.
+    """
+
+    coordinates: Coordinates
+    number: int
+    step: int
+    sequence_nr: int
 
 
 @dataclass(slots=True)
 class Capture:
     """One tensor on its way to disk: everything that its manifest row needs and that only the hook knows.
 
-    Not frozen: the stager fills in the last five fields, once, before it hands the capture over; a copy per capture would cost more than the rest.
+    Not frozen: the stager fills in the last three fields, once, before it hands the capture over.
 
     Attributes
     ----------
@@ -79,8 +104,6 @@ class Capture:
         Microseconds since the epoch of Unix time.
     array : Array or None
         Where its bytes go; ``None`` where it has none (an empty tensor, a gap).
-    entry, slot : int
-        Entry in the shard's index, slot in the staging region.
     status, reason : str
         As in the manifest.
     """
@@ -96,8 +119,6 @@ class Capture:
     shape: tuple[int, ...]
     wall_time_us: int
     array: Array | None = None
-    entry: int = 0
-    slot: int = 0
     status: str = "ok"
     reason: str = ""
 

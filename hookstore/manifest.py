@@ -8,19 +8,24 @@ place of its segment.
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from hookstore.errors import CaptureWarning, CorruptRunError
-from hookstore.files import sync_directory, write_atomically
+from hookstore.files import Spool, SpooledRecords, sync_directory, write_atomically
 from hookstore.format import (
+    DTYPES,
     FRAME_BYTES,
     FRAME_FORMAT,
     FRAME_ROWS,
@@ -57,12 +62,146 @@ _BATCHES_TOGETHER = 64
 _NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
 
 
-def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
-    """Turn rows into a record batch of the manifest's schema."""
-    columns = zip(*rows, strict=True)
-    return pa.RecordBatch.from_arrays(
-        [pa.array(column, type=field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA
-    )
+NUMBERS_DTYPE = np.dtype(
+    [
+        ("epoch", "<i8"),
+        ("batch", "<i8"),
+        ("call", "<i8"),
+        ("step", "<i8"),
+        ("wall_time", "<i8"),
+        ("offset", "<i8"),
+        ("length", "<i8"),
+        ("backward", "<i4"),
+        ("crc32c", "<u4"),
+        ("shape", "<u4"),
+    ]
+)
+"""What differs between the rows of a block; ``shape`` counts through the block's shapes."""
+_NUMBERS = frozenset(NUMBERS_DTYPE.names or ())
+
+
+@dataclass(slots=True)
+class RowBlock:
+    """Manifest rows that differ in numbers alone, such as those of one staging region.
+
+    Attributes
+    ----------
+    phase, layer, kind, leaf, rank, attempt, array, dtype, loss_scale, shard, status, reason
+        As in `hookstore.format.Row`.
+    shapes : list of tuple of int
+        True shapes that occur.
+    numbers : numpy.ndarray
+        The rows, `NUMBERS_DTYPE`.
+    """
+
+    phase: str
+    layer: str
+    kind: str
+    leaf: str
+    rank: int
+    attempt: int
+    array: str
+    dtype: str
+    loss_scale: float | None
+    shard: str
+    status: str
+    reason: str
+    shapes: list[tuple[int, ...]]
+    numbers: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, row: Row) -> RowBlock:
+        """Make a block of one row; its ``nbytes`` follows from shape, dtype and status."""
+        numbers = np.array(
+            [
+                (
+                    row.epoch,
+                    row.batch,
+                    row.call,
+                    row.step,
+                    row.wall_time,
+                    row.offset,
+                    row.length,
+                    row.backward,
+                    row.crc32c,
+                    0,
+                )
+            ],
+            dtype=NUMBERS_DTYPE,
+        )
+        return cls(
+            phase=row.phase,
+            layer=row.layer,
+            kind=row.kind,
+            leaf=row.leaf,
+            rank=row.rank,
+            attempt=row.attempt,
+            array=row.array,
+            dtype=row.dtype,
+            loss_scale=row.loss_scale,
+            shard=row.shard,
+            status=row.status,
+            reason=row.reason,
+            shapes=[row.shape],
+            numbers=numbers,
+        )
+
+
+def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
+    """Turn blocks of rows into one record batch of the manifest's schema; the time it takes hangs on the blocks more than on the rows."""
+    counts = [len(block.numbers) for block in blocks]
+    owners = pa.array(np.repeat(np.arange(len(blocks)), counts))
+    # (not by np.concatenate, which looks for a common dtype again for every block)
+    numbers = np.frombuffer(b"".join([block.numbers.tobytes() for block in blocks]), dtype=NUMBERS_DTYPE)
+    first_shapes = np.cumsum([0, *(len(block.shapes) for block in blocks[:-1])])
+    shape_owners = pa.array(numbers["shape"] + np.repeat(first_shapes, counts))
+    nbytes = [_tensor_bytes(block, shape) for block in blocks for shape in block.shapes]
+    columns = []
+    for field in SCHEMA:
+        if field.name == "shape":
+            columns.append(pc.take(pa.array([shape for block in blocks for shape in block.shapes], type=field.type), shape_owners))
+        elif field.name == "nbytes":
+            columns.append(pc.take(pa.array(nbytes, type=field.type), shape_owners))
+        elif field.name in _NUMBERS:
+            columns.append(pa.array(np.ascontiguousarray(numbers[field.name])).cast(field.type))
+        else:
+            columns.append(pc.take(pa.array([getattr(block, field.name) for block in blocks], type=field.type), owners))
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _tensor_bytes(block: RowBlock, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[block.dtype].itemsize if block.status == "ok" and block.dtype else 0
+
+
+class ShardRows:
+    """The rows of one shard, kept until it is sealed.
+
+    Parameters
+    ----------
+    spool : Spool
+        Holds all but the newest.
+    """
+
+    def __init__(self, spool: Spool) -> None:
+        self._numbers = SpooledRecords(spool, NUMBERS_DTYPE)
+        self._shapes: dict[tuple[int, ...], int] = {}
+        self._first: RowBlock | None = None
+
+    def append(self, block: RowBlock) -> None:
+        """Add rows of the shard."""
+        if self._first is None:
+            self._first = block
+        positions = [self._shapes.setdefault(shape, len(self._shapes)) for shape in block.shapes]
+        numbers = block.numbers.copy()
+        numbers["shape"] = np.array(positions, dtype="<u4")[numbers["shape"]]
+        self._numbers.append(numbers)
+
+    @property
+    def batches(self) -> list[pa.RecordBatch]:
+        """The rows in their order."""
+        if self._first is None:
+            return []
+        return [make_batch([replace(self._first, shapes=list(self._shapes), numbers=self._numbers.read())])]
 
 
 def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> bytes:
@@ -83,7 +222,7 @@ def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
 
 
 class RowLog:
-    """Rows that are kept until their shard is sealed. Small batches cost many times what is in them, so they are made one as they gather."""
+    """Rows that are kept until their segment becomes a part. Small batches cost many times what is in them, so they are made one as they gather."""
 
     def __init__(self) -> None:
         self._levels: list[list[pa.RecordBatch]] = [[]]

@@ -195,7 +195,6 @@ class Recorder:
         disable_on_failure: bool,
     ) -> None:
         self.path = path
-        self._layer_names = [layer.name for layer in layers]
         self._disable_on_failure = disable_on_failure
         self._is_closed = False
         root = weakref.ref(model)
@@ -336,8 +335,7 @@ class Recorder:
                 error.add_note(f"hookstore: the run at {self.path} was not finished: {type(failure).__name__}: {failure}")
 
     def _warn_about_silent_layers(self) -> None:
-        called = self._sink.num_calls
-        silent = [name for name in self._layer_names if not called.get(name)]
+        silent = self._hooks.silent_layers
         if silent and self._clock.was_due:
             shown = ", ".join(map(repr, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
             warnings.warn(

@@ -18,15 +18,16 @@ import struct
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from crc32c import crc32c
 
 from hookstore.codecs import compressor, decode
 from hookstore.errors import CorruptRunError
-from hookstore.files import DirectWriter, Sink, sync_directory
+from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_directory
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
@@ -40,21 +41,46 @@ from hookstore.format import (
     unsealed_name,
 )
 
-_NOTES_TOGETHER = 256  # arrays of index entries that are then made one: a small one costs many times what is in it
+_ENTRY_DTYPE = np.dtype([("entry", "<u8"), ("offset", "<u8"), ("length", "<u8")])
 
 # Writing ----------------------------------------------------------------------------------------------------------
 
 
 class ShardFiles:
-    """What the shards of one writing thread share: the descriptors and one buffer."""
+    """What the shards of one writing thread share: the descriptors, one buffer and one spool.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    spool_directory : str or None
+        Where the spool lies; see `hookstore.files.Spool`.
+    """
+
+    def __init__(self, spool_directory: str | None = None) -> None:
         self.writer = DirectWriter()
         self.sink = Sink(self.writer)
+        self.spool = Spool(spool_directory)
 
     def close(self) -> None:
         """Close every descriptor."""
         self.writer.close()
+        self.spool.close()
+
+
+def chunk_checksums(memory: memoryview, spec: ArraySpec, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the crc32c, uint32, of unencoded chunks that lie ``stride_bytes`` apart in memory.
+
+    Parameters
+    ----------
+    memory : memoryview
+        The region's bytes.
+    spec : ArraySpec
+        The array.
+    slots : numpy.ndarray
+        Which chunks.
+    """
+    length = spec.chunk_bytes
+    starts = (slots * spec.stride_bytes).tolist()
+    return np.array([crc32c(memory[start : start + length]) for start in starts], dtype="<u4")
 
 
 class ShardWriter:
@@ -81,59 +107,57 @@ class ShardWriter:
         self.earlier_rows = b""
         self._files = files
         self._end = 0
-        self._entries: list[np.ndarray[Any, Any]] = []
-        self._num_noted = 0
+        self._entries = SpooledRecords(files.spool, _ENTRY_DTYPE)
         if os.path.exists(self.sealed_path):
             self._take_up_sealed()
 
     @property
     def is_full(self) -> bool:
         """Whether every entry of the index is taken."""
-        if self._num_noted < self.spec.num_entries:
+        if len(self._entries) < self.spec.num_entries:
             return False
-        return len(np.unique(np.concatenate(self._entries)[:, 0])) == self.spec.num_entries
+        return len(np.unique(self._entries.read()["entry"])) == self.spec.num_entries
 
     def _take_up_sealed(self) -> None:
         """Go on with a clone of the sealed shard: a plain reader that holds the old index must go on finding its chunks where they were."""
         shutil.copyfile(self.sealed_path, self.path)
         index, self.earlier_rows = read_sealed(self.path, self.spec.num_entries)
         entries = np.flatnonzero(index[:, 1] != MISSING)
-        self._entries.append(np.column_stack([entries.astype(np.uint64), index[entries]]))
-        self._num_noted = len(entries)
-        self._end = align(os.path.getsize(self.path), PAGE_BYTES)
+        self._note(entries, index[entries, 0], index[entries, 1], align(os.path.getsize(self.path), PAGE_BYTES))
 
-    def append_region(self, memory: memoryview, slots: Sequence[int], entries: Sequence[int]) -> tuple[list[int], list[int]]:
+    def append_region(
+        self, memory: memoryview, slots: np.ndarray[Any, Any], entries: np.ndarray[Any, Any], crcs: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
         """Write unencoded chunks that lie ``stride_bytes`` apart in page-aligned memory, as they lie there.
 
         Parameters
         ----------
         memory : memoryview
             The region's bytes up to the end of its last slot, followed by room up to a whole page. Checksums and padding are written into it.
-        slots, entries : sequence of int
-            The slots to keep, and their entries in the index.
+        slots, entries, crcs : numpy.ndarray
+            The slots to keep, their entries in the index, and the crc32c of each.
 
         Returns
         -------
-        offsets, crcs : list of int
-            Of each chunk.
+        numpy.ndarray
+            int64, the offset of each.
         """
         stride, length = self.spec.stride_bytes, self.spec.chunk_bytes
-        crcs = []
-        for slot in slots:
-            start = slot * stride
-            crc = crc32c(memory[start : start + length])
-            memory[start + length : start + stride] = crc.to_bytes(CRC_BYTES, "little") + bytes(stride - length - CRC_BYTES)
-            crcs.append(crc)
-        used = (max(slots) + 1) * stride
+        num_slots = int(slots.max()) + 1
+        used = num_slots * stride
         padded = align(used, PAGE_BYTES)
-        memory[used:padded] = bytes(padded - used)
+        bytes_of = np.frombuffer(memory, dtype=np.uint8, count=padded)
+        tails = bytes_of[:used].reshape(num_slots, stride)[:, length:]
+        tails[slots, :CRC_BYTES] = crcs.astype("<u4").view(np.uint8).reshape(-1, CRC_BYTES)
+        tails[:, CRC_BYTES:] = 0
+        bytes_of[used:] = 0
         offset = self._end
         self._files.writer.write(self.path, memory[:padded], offset)
-        offsets = [offset + slot * stride for slot in slots]
-        self._note(entries, offsets, [length + CRC_BYTES] * len(entries), offset + padded)
-        return offsets, crcs
+        offsets = offset + slots.astype(np.int64) * stride
+        self._note(entries, offsets, length + CRC_BYTES, offset + padded)
+        return offsets
 
-    def append_encoded(self, chunks: Iterable[bytes], entries: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    def append_encoded(self, chunks: Iterable[bytes], entries: npt.ArrayLike) -> tuple[list[int], list[int], list[int]]:
         """Write encoded chunks.
 
         Returns
@@ -169,11 +193,10 @@ class ShardWriter:
         """Note that a chunk for which room was reserved is all there."""
         self._note([entry], [offset], [num_bytes + CRC_BYTES], self._end)
 
-    def _note(self, entries: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], end: int) -> None:
-        self._entries.append(np.array([entries, offsets, lengths], dtype=np.uint64).T)
-        if len(self._entries) == _NOTES_TOGETHER:
-            self._entries = [np.concatenate(self._entries)]
-        self._num_noted += len(entries)
+    def _note(self, entries: npt.ArrayLike, offsets: npt.ArrayLike, lengths: npt.ArrayLike, end: int) -> None:
+        noted = np.empty(np.size(entries), dtype=_ENTRY_DTYPE)
+        noted["entry"], noted["offset"], noted["length"] = entries, offsets, lengths
+        self._entries.append(noted)
         self._end = end
 
     def sync(self) -> None:
@@ -188,9 +211,16 @@ class ShardWriter:
         rows : bytes
             Its manifest rows, as an Arrow IPC stream.
         """
+        self.finish(rows)
+        self.sync()
+        self.publish()
+        sync_directory(os.path.dirname(self.path))
+
+    def finish(self, rows: bytes) -> None:
+        """Write what comes after the chunks: rows, trailer, index. Nothing can be appended any more."""
         index = np.full((self.spec.num_entries, 2), MISSING, dtype="<u8")
-        for noted in self._entries:
-            index[noted[:, 0].astype(np.int64)] = noted[:, 1:]
+        noted = self._entries.read()
+        index[noted["entry"], 0], index[noted["entry"], 1] = noted["offset"], noted["length"]
         index_bytes = index.tobytes()
         tail = (
             struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows))
@@ -203,10 +233,11 @@ class ShardWriter:
         sink.add(bytes(-(sink.position + len(tail)) % PAGE_BYTES))  # so that the index ends with a page, and the file with the index
         sink.add(tail)
         self._end = sink.finish()
-        self.sync()
+
+    def publish(self) -> None:
+        """Give the finished shard, whose bytes are on the device, its Zarr key."""
         os.replace(self.path, self.sealed_path)
         self._files.writer.forget(self.path)
-        sync_directory(os.path.dirname(self.path))
 
 
 # Reading ----------------------------------------------------------------------------------------------------------

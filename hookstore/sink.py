@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.format import DTYPES
-from hookstore.layout import Capture
-from hookstore.schedule import Clock, Coordinates
+from hookstore.layout import Array, Call, Capture
+from hookstore.schedule import Clock
 from hookstore.staging import Stager
 
 TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.parameter.Buffer)
-
-
-class Call(NamedTuple):
-    """One call of a layer that is recorded.
-
-    Attributes
-    ----------
-    coordinates : Coordinates
-        Where it is filed.
-    number : int
-        Which call of the layer there.
-    step : int
-        Optimizer steps done before.
-    sequence_nr : int
-        Autograd's counter when the call began: what was made later was made inside.
-    """
-
-    coordinates: Coordinates
-    number: int
-    step: int
-    sequence_nr: int
 
 
 class Sink:
@@ -58,9 +36,12 @@ class Sink:
     def __init__(self, stager: Stager, clock: Clock, *, dtype: str | None, disable_on_failure: bool) -> None:
         self.is_active = True
         self.clock = clock
-        self.num_calls: dict[str, int] = {}
         self._stager = stager
-        self._dtype = dtype
+        self._stored = {
+            torch_dtype: dtype if dtype is not None and torch_dtype.is_floating_point else name
+            for torch_dtype, name in TORCH_DTYPES.items()
+        }
+        self._small: dict[tuple[object, ...], Array] = {}  # where tensors go that can be copied at once
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
 
@@ -68,10 +49,14 @@ class Sink:
         """Stage one tensor, or note why it cannot be."""
         if not self.is_active:
             return
+        key: tuple[object, ...] | None = None
+        if type(tensor) in _PLAIN_TYPES and not tensor.is_nested and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
+            key = (layer, kind, leaf, call.coordinates.phase, call.number > 0, tensor.dtype, tensor.shape)
+            array = self._small.get(key)
+            if array is not None and tensor.is_contiguous() and self._put_small(array, tensor, call, backward):
+                return
         reason = why_not(tensor)
-        dtype = TORCH_DTYPES.get(tensor.dtype, "")
-        if self._dtype is not None and tensor.is_floating_point():
-            dtype = self._dtype
+        dtype = self._stored.get(tensor.dtype, "")
         shape = () if reason else tuple(tensor.shape)
         capture = Capture(layer, kind, leaf, dtype, call.coordinates, call.number, backward, call.step, shape, time.time_ns() // 1000)
         try:
@@ -81,6 +66,30 @@ class Sink:
                 self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
         except BaseException as error:
             self._failed(error, capture)
+        array = capture.array
+        if (
+            key is not None
+            and array is not None
+            and array.is_small
+            and array.spec.chunk_shape == shape
+            and dtype == TORCH_DTYPES[tensor.dtype]
+        ):
+            self._small[key] = array
+
+    def _put_small(self, array: Array, tensor: torch.Tensor, call: Call, backward: int) -> bool:
+        """Copy a small tensor at once if that is possible."""
+        try:
+            source = tensor.data_ptr()
+        except RuntimeError:  # a functorch tensor has no memory
+            return False
+        if not source:  # nor has one whose zeros are not stored
+            return False
+        try:
+            return self._stager.stage_small(array, call, backward, source)
+        except BaseException as error:
+            spec = array.spec
+            self._failed(error, Capture(spec.layer, spec.kind, spec.leaf, spec.dtype, *call[:2], backward, call.step, spec.chunk_shape, 0))
+            return True
 
     def _failed(self, error: BaseException, capture: Capture) -> None:
         """Raise what went wrong in the training loop, or end capturing with a warning if that is what was asked for."""

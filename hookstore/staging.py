@@ -5,29 +5,41 @@ One lock guards the arena and the open regions. It is held to reserve a slot and
 
 from __future__ import annotations
 
-import itertools
+import struct
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
+from crc32c import crc32c
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hookstore.device import Devices, FreeList, Transfer
+from hookstore.device import Devices, FreeList, Transfer, copy_small
 from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
-from hookstore.layout import Array, ArrayCatalog, Capture
+from hookstore.layout import Array, ArrayCatalog, Call, Capture
+
+_NOTE = struct.Struct("<5qiII4x")
+NOTE_DTYPE = np.dtype(
+    {
+        "names": ["epoch", "batch", "call", "step", "wall_time", "backward", "crc32c", "has_crc32c"],
+        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4"],
+        "itemsize": _NOTE.size,
+    }
+)
+"""What stands about each capture behind the slots of its region: coordinates, and the checksum where it was taken with the copy."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PIECE_BYTES = 8 << 20
 
 
 class Region:
-    """A page-aligned piece of the arena that takes captures of one shard.
+    """A page-aligned piece of the arena that takes captures of one shard: slots ``stride_bytes`` apart, and behind them a note about each.
 
     Attributes
     ----------
@@ -35,53 +47,73 @@ class Region:
         The array.
     shard : tuple of int
         Coordinates of the shard.
+    epochs, batches, calls : range
+        What belongs to that shard.
     offset, num_bytes : int
         Where it lies in the arena.
-    views : tuple of torch.Tensor
-        One per slot, of the array's chunk shape, ``stride_bytes`` apart.
-    captures : list of Capture
-        What is in it.
+    num_slots : int
+        Captures that it can take.
+    notes_offset : int
+        Where the notes begin in the arena, as `NOTE_DTYPE`.
     reserved : int
         Slots given out. This and what follows is guarded by the stager's lock.
-    pending : set of int
-        Slots whose copy has not been handed over yet.
+    pending, holes : set of int
+        Slots whose copy has not been handed over yet, and slots that were given up.
+    shapes : dict
+        True shapes of the slots whose capture is smaller than the chunk.
+    transfers : list of Transfer
+        Copies to wait for.
     closed, queued : bool
         Whether it takes no more captures, and whether the writer has it.
     """
 
     __slots__ = (
         "array",
-        "captures",
+        "batches",
+        "calls",
         "closed",
+        "epochs",
+        "holes",
+        "notes_offset",
         "num_bytes",
+        "num_slots",
         "offset",
         "opened_at",
         "pending",
         "queued",
         "reserved",
+        "shapes",
         "shard",
         "transfers",
-        "views",
     )
 
-    def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int, views: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int) -> None:
         self.array = array
         self.shard = shard
+        self.epochs, self.batches, self.calls = array.spec.shard_ranges(shard)
         self.offset = offset
         self.num_bytes = num_bytes
-        self.views = views
-        self.captures: list[Capture] = []
-        self.transfers: list[Transfer] = []
+        self.num_slots = num_bytes // (array.stride_bytes + _NOTE.size)
+        self.notes_offset = offset + self.num_slots * array.stride_bytes
         self.reserved = 0
         self.pending: set[int] = set()
+        self.holes: set[int] = set()
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.transfers: list[Transfer] = []
         self.closed = False
         self.queued = False
         self.opened_at = time.monotonic()
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes from its start to the end of its last slot."""
-        return self.reserved * self.array.stride_bytes
+    def num_captures(self) -> int:
+        """Captures that are in it."""
+        return self.reserved - len(self.pending) - len(self.holes)
+
+    @property
+    def slots(self) -> np.ndarray[Any, Any]:
+        """The slots that hold a capture, int64, in their order; for a region that takes no more."""
+        slots = np.arange(self.reserved)
+        return np.delete(slots, sorted(self.holes)) if self.holes else slots
 
 
 class Oversize:
@@ -160,9 +192,10 @@ class Stager:
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.failure: BaseException | None = None
         self.num_dropped = 0
-        self.num_staged = 0
-        self.staged_bytes = 0
+        self._num_handed_over = 0  # captures, and their bytes, in regions that are closed
+        self._handed_over_bytes = 0
         self._arena = arena
+        self._address = arena.data_ptr()
         self._devices = devices
         self._catalog = catalog
         self._drop = drop_when_full
@@ -174,6 +207,7 @@ class Stager:
         self._open: dict[
             Region, None
         ] = {}  # a set that keeps the order, so that what is handed over together is so in the order of the captures
+        self._closing: dict[Region, None] = {}  # closed, but not with the writer yet
         self._outstanding: dict[Region | Piece, None] = {}
         self._staging_threads: set[int] = set()
 
@@ -205,6 +239,73 @@ class Stager:
         finally:
             self._staging_threads.discard(thread)
 
+    def stage_small(self, array: Array, call: Call, backward: int, source: int) -> bool:
+        """Copy one small tensor into the open region of its array, with its checksum, under one hold of the lock and of the GIL.
+
+        Waits as `stage` does while the arena is full.
+
+        Parameters
+        ----------
+        array : Array
+            Where it goes; ``is_small``, and of the tensor's own dtype and shape.
+        call : Call
+            The call of the layer.
+        backward : int
+            Which backward over that forward.
+        source : int
+            Address of the tensor's contiguous bytes in host memory.
+
+        Returns
+        -------
+        bool
+            False if there was no room and captures are to be dropped then: `stage` does that.
+
+        Raises
+        ------
+        BaseException
+            What stopped the writer, as it was raised there.
+        """
+        if self.failure is not None:
+            raise self.failure
+        where = call.coordinates
+        thread = threading.get_ident()
+        self._staging_threads.add(thread)
+        try:
+            with self._lock:
+                region = array.region
+                if (
+                    region is None
+                    or where.batch not in region.batches
+                    or where.epoch not in region.epochs
+                    or call.number not in region.calls
+                    or region.reserved == region.num_slots  # an interrupt kept it from being closed
+                ):
+                    region = self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number))
+                    if region is None:
+                        return False
+                slot = region.reserved
+                start = region.offset + slot * array.stride_bytes
+                copy_small(self._address + start, source, array.chunk_bytes)
+                _NOTE.pack_into(
+                    self.memory,
+                    region.notes_offset + slot * _NOTE.size,
+                    where.epoch,
+                    where.batch,
+                    call.number,
+                    call.step,
+                    time.time_ns() // 1000,
+                    backward,
+                    crc32c(self.memory[start : start + array.chunk_bytes]),
+                    True,  # noqa: FBT003
+                )
+                region.reserved = slot + 1  # from here on it is captured; an interrupt before leaves the slot free
+                if slot + 1 == region.num_slots:
+                    array.grow_region()
+                    self._close_region(region)
+        finally:
+            self._staging_threads.discard(thread)
+        return True
+
     def _stage(self, capture: Capture, tensor: torch.Tensor, epoch_batches: int | None) -> None:
         if self.failure is not None:
             raise self.failure
@@ -222,9 +323,9 @@ class Stager:
             calls=capture.call > 0,
             epoch_batches=epoch_batches,
         )
-        shard, entry = array.spec.locate(where.epoch, where.batch, capture.call)
-        if align(array.stride_bytes, PAGE_BYTES) > self.arena_bytes:
-            capture.array, capture.entry = array, entry
+        shard = array.spec.shard_of(where.epoch, where.batch, capture.call)
+        if _smallest_region(array) > self.arena_bytes:
+            capture.array = array
             self._stage_oversize(capture, shard, tensor)
             return
         region: Region | None = None
@@ -236,7 +337,7 @@ class Stager:
             with self._lock:
                 found = array.region
                 if (
-                    found is None or found.shard != shard or found.reserved == len(found.views)
+                    found is None or found.shard != shard or found.reserved == found.num_slots
                 ):  # the last: an interrupt kept it from being closed
                     found = self._open_region(array, shard)
                 if found is not None:
@@ -244,12 +345,12 @@ class Stager:
                     region = found
                     found.pending.add(slot)
                     found.reserved = slot + 1
-                    if found.reserved == len(found.views):
+                    if found.reserved == found.num_slots:
                         array.grow_region()
                         self._close_region(found)
             if region is not None:
-                capture.array, capture.entry, capture.slot = array, entry, slot
-                transfer = self._copy(region.views[slot], capture, tensor)
+                capture.array = array
+                transfer = self._copy(region, slot, capture, tensor)
                 copied = True
         except torch.OutOfMemoryError:  # training is never killed by a capture
             reason = f"{tensor.device} has no memory for a copy"
@@ -271,17 +372,21 @@ class Stager:
             raise self.failure
         self.queue.put(capture)
 
-    def _copy(self, slot: torch.Tensor, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
+    def _copy(self, region: Region, slot: int, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
         if torch._C._len_torch_dispatch_stack() > 0:
             # A dispatch mode around the user's forward (selective checkpointing, FLOP counters) must not see our copy.
             with _disable_current_modes():
-                return self._copy_into(slot, capture, tensor)
-        return self._copy_into(slot, capture, tensor)
+                return self._copy_into(region, slot, capture, tensor)
+        return self._copy_into(region, slot, capture, tensor)
 
-    def _copy_into(self, slot: torch.Tensor, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
-        if capture.shape != tuple(slot.shape):
-            _fill(slot, capture.dtype)
-        return self._devices.of(tensor).copy(slot, tensor)
+    def _copy_into(self, region: Region, slot: int, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
+        spec = region.array.spec
+        start = region.offset + slot * region.array.stride_bytes
+        with torch.inference_mode(mode=False):
+            chunk = self._arena[start : start + region.array.chunk_bytes].view(getattr(torch, spec.dtype)).view(spec.chunk_shape)
+        if capture.shape != spec.chunk_shape:
+            _fill(chunk, capture.dtype)
+        return self._devices.of(tensor).copy(chunk, tensor)
 
     def _hand_over_for_sure(self, region: Region, slot: int, capture: Capture | None, transfer: Transfer | None) -> None:
         """Hand a slot over even if the user interrupts just then; the writer would wait for it for ever."""
@@ -299,10 +404,25 @@ class Stager:
         with self._lock:
             if slot not in region.pending:
                 return  # it was, before an interrupt came
-            if capture is not None:
-                region.captures.append(capture)
-                self.num_staged += 1
-                self.staged_bytes += region.array.chunk_bytes
+            if capture is None:
+                if slot < region.reserved:  # else an interrupt came so early that the slot is free
+                    region.holes.add(slot)
+            else:
+                where = capture.coordinates
+                _NOTE.pack_into(
+                    self.memory,
+                    region.notes_offset + slot * _NOTE.size,
+                    where.epoch,
+                    where.batch,
+                    capture.call,
+                    capture.step,
+                    capture.wall_time_us,
+                    capture.backward,
+                    0,
+                    False,  # noqa: FBT003
+                )
+                if capture.shape != region.array.spec.chunk_shape:
+                    region.shapes[slot] = capture.shape
             if transfer is not None:
                 region.transfers.append(transfer)
             region.pending.remove(slot)
@@ -311,6 +431,9 @@ class Stager:
     def _queue_if_done(self, region: Region) -> None:
         if region.closed and not region.pending and not region.queued:
             region.queued = True
+            self._closing.pop(region, None)
+            self._num_handed_over += region.num_captures
+            self._handed_over_bytes += region.num_captures * region.array.chunk_bytes
             self.queue.put(region)
 
     def _drop_capture(self, capture: Capture, reason: str = "") -> None:
@@ -335,12 +458,15 @@ class Stager:
             while True:
                 region = array.region
                 if region is not None:
-                    if region.shard == shard and region.reserved < len(region.views):
+                    if region.shard == shard and region.reserved < region.num_slots:
                         return region
                     self._close_region(region)
                 if not self._waiting or self._waiting[0] is ticket:
-                    smallest = align(array.stride_bytes, PAGE_BYTES)
-                    for num_bytes in (array.region_bytes, smallest):
+                    smallest = _smallest_region(array)
+                    share = (
+                        self.arena_bytes // (2 * len(self._open) + 2) // PAGE_BYTES * PAGE_BYTES
+                    )  # many arrays must not fill the arena with room for more
+                    for num_bytes in (max(smallest, min(array.region_bytes, share)), smallest):
                         offset = self._free.take(num_bytes)
                         if offset is not None:
                             try:
@@ -370,13 +496,7 @@ class Stager:
             raise self.failure
 
     def _make_region(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int) -> Region:
-        num_slots = num_bytes // array.stride_bytes
-        spec = array.spec
-        with torch.inference_mode(mode=False), _disable_current_modes():
-            elements = self._arena[offset : offset + num_bytes].view(getattr(torch, spec.dtype))
-            strides = _contiguous_strides(spec.chunk_shape)
-            views = elements.as_strided((num_slots, *spec.chunk_shape), (array.stride_bytes // array.itemsize, *strides)).unbind(0)
-        region = Region(array, shard, offset, num_bytes, views)
+        region = Region(array, shard, offset, num_bytes)
         self._outstanding[region] = None
         self._open[region] = None
         array.region = region
@@ -384,6 +504,7 @@ class Stager:
 
     def _close_region(self, region: Region) -> None:
         region.closed = True
+        self._closing[region] = None
         if region.array.region is region:
             region.array.region = None
         self._open.pop(region, None)
@@ -422,8 +543,8 @@ class Stager:
                     self.release(piece)
                 raise
         with self._lock:
-            self.num_staged += 1
-            self.staged_bytes += array.chunk_bytes
+            self._num_handed_over += 1
+            self._handed_over_bytes += array.chunk_bytes
 
     def _take_piece(self, oversize: Oversize, start: int, length: int) -> Piece:
         num_bytes = align(length + CRC_BYTES if start + length == oversize.num_bytes else length, PAGE_BYTES)
@@ -457,11 +578,13 @@ class Stager:
             return
         with self._lock:
             latest = time.monotonic() - older_than_s
-            for region in [staged for staged in self._outstanding if isinstance(staged, Region)]:
-                if not region.closed and region.opened_at <= latest and (region.reserved or not older_than_s):
+            for region in list(self._open):  # in the order in which they were opened
+                if region.opened_at > latest:
+                    break
+                if region.reserved or not older_than_s:
                     self._close_region(region)
-                else:
-                    self._queue_if_done(region)  # one that an interrupt left behind
+            for region in list(self._closing):  # what an interrupt left behind
+                self._queue_if_done(region)
 
     def drain(self) -> None:
         """Hand over everything staged so far and return when the writer has taken it out of the arena.
@@ -486,6 +609,19 @@ class Stager:
             )
 
     @property
+    def num_staged(self) -> int:
+        """Captures staged so far."""
+        with self._lock:
+            return self._num_handed_over + sum(region.num_captures for region in (*self._open, *self._closing))
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the captures staged so far, with their padding."""
+        with self._lock:
+            waiting = (*self._open, *self._closing)
+            return self._handed_over_bytes + sum(region.num_captures * region.array.chunk_bytes for region in waiting)
+
+    @property
     def is_empty(self) -> bool:
         """Whether the arena holds nothing."""
         return not self._outstanding
@@ -502,8 +638,9 @@ class Stager:
             self._room.notify_all()
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> Iterator[int]:
-    return reversed(list(itertools.accumulate(shape[:0:-1], int.__mul__, initial=1))) if shape else iter(())
+def _smallest_region(array: Array) -> int:
+    """Return the bytes of a region for one capture."""
+    return align(array.stride_bytes + _NOTE.size, PAGE_BYTES)
 
 
 def _fill(slot: torch.Tensor, dtype: str) -> None:

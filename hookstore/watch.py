@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hookstore.sink import Call, Sink, why_not
+from hookstore.layout import Call
+from hookstore.sink import Sink, why_not
 
 
 class GradientWatch:

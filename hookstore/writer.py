@@ -2,8 +2,8 @@
 
 Order, for each region (design: bytes, then row, then mark):
 
-1. Wait for the region's transfers, encode (in encoder threads), write the chunks into the hidden shard.
-2. Append the rows to the journal: now the captures are *acknowledged*, they survive SIGKILL.
+1. Wait for the region's transfers, take checksums or encode (in threads beside this one), write the chunks into the hidden shard.
+2. Append the rows to the journal, those of a tenth of a second together: now the captures are *acknowledged*, they survive SIGKILL.
 3. Every few seconds and at `flush`: sync the shards, then mark in the journal what is *durable*, it survives a power failure.
 4. A journal segment that is long enough becomes a Parquet part, right after a sync.
 5. A shard that will get no more captures is sealed.
@@ -19,24 +19,28 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from crc32c import crc32c
 
 from hookstore.arrays import ArrayStore
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderClosedError
 from hookstore.files import sync_directory, sync_paths
-from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, LAYERS_DIR, Row
+from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
-from hookstore.manifest import ManifestWriter, RowLog, make_batch, rows_to_stream
-from hookstore.shards import ShardFiles, ShardWriter
-from hookstore.staging import Oversize, Piece, Region, Stager
+from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
+from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums
+from hookstore.staging import NOTE_DTYPE, Oversize, Piece, Region, Stager
 
 _POLL_S = 0.1
 _ITEMS_PER_TURN = 64
-_REGION_AGE_S = 0.5  # with a poll and a write this keeps captures acknowledged within a second
+_REGION_AGE_S = 0.5  # with two polls and a write this keeps captures acknowledged within a second
+_ROWS_AGE_S = 0.1  # a journal frame costs the same for one row and for many
+_CHECKSUM_HERE_BYTES = 256 << 10  # more than that is summed by a thread beside this one, so that the disk does not wait for it
 _SYNC_AGE_S = 5.0  # and durable within ten
 _PLACES_UNSEALED = (
     4  # stretches of epochs and batches of an array whose shards stay open: gradients may come late, and loops may take turns
@@ -54,12 +58,32 @@ class _Stop:
     """Asks the writer to finish the run."""
 
 
-class _Encoded:
-    """A region whose chunks an encoder has encoded."""
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """A region on its way through the threads beside the writer.
 
-    def __init__(self, region: Region, chunks: list[bytes]) -> None:
-        self.region = region
-        self.chunks = chunks
+    Attributes
+    ----------
+    region : Region
+        The region.
+    slots, notes : numpy.ndarray
+        The slots that hold a capture, and the stager's notes about these.
+    crcs : numpy.ndarray or None
+        Checksums of the chunks as they are, uint32.
+    chunks : list of bytes or None
+        The chunks, encoded.
+    """
+
+    region: Region
+    slots: np.ndarray[Any, Any]
+    notes: np.ndarray[Any, Any]
+    crcs: np.ndarray[Any, Any] | None = None
+    chunks: list[bytes] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be written."""
+        return self.crcs is not None or self.chunks is not None
 
 
 class _Failed:
@@ -70,7 +94,7 @@ class _Failed:
 
 
 class Encoder:
-    """Plain threads that encode chunks, one region at a time each.
+    """Plain threads that encode chunks, or take their checksums where there is nothing to encode, one region at a time each.
 
     Parameters
     ----------
@@ -79,25 +103,41 @@ class Encoder:
     post : callable
         Takes what comes out, for the writer.
     num_threads : int
-        Threads, started when the first region comes.
+        Threads that encode, started when the first region comes. One is enough for checksums.
     """
 
     def __init__(self, memory: memoryview, post: Callable[[Any], None], num_threads: int) -> None:
         self._memory = memory
         self._post = post
         self.num_threads = num_threads
-        self._queue: queue.SimpleQueue[Region | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Prepared | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._compressors = threading.local()
 
-    def submit(self, region: Region) -> None:
-        """Encode a region and post it as encoded."""
+    def submit(self, prepared: _Prepared) -> None:
+        """Prepare a region and post it."""
         if not self._threads:
-            for number in range(self.num_threads):
+            for number in range(1 if prepared.region.array.spec.codec is None else self.num_threads):
                 thread = threading.Thread(target=self._run, name=f"hookstore-encoder-{number}", daemon=False)
                 thread.start()
                 self._threads.append(thread)
-        self._queue.put(region)
+        self._queue.put(prepared)
+
+    def prepare(self, prepared: _Prepared) -> None:
+        """Encode the chunks of a region, or take their checksums, in the calling thread."""
+        region, notes = prepared.region, prepared.notes
+        array = region.array
+        if array.spec.codec is not None:
+            starts = (region.offset + prepared.slots * array.stride_bytes).tolist()
+            prepared.chunks = [self.encode(array, self._memory[start : start + array.chunk_bytes]) for start in starts]
+            return
+        crcs = notes["crc32c"].copy()
+        missing = notes["has_crc32c"] == 0
+        if missing.any():
+            crcs[missing] = chunk_checksums(
+                self._memory[region.offset : region.offset + region.num_bytes], array.spec, prepared.slots[missing]
+            )
+        prepared.crcs = crcs
 
     def encode(self, array: Array, chunk: memoryview) -> bytes:
         """Encode one chunk in the calling thread."""
@@ -116,15 +156,13 @@ class Encoder:
             thread.join()
 
     def _run(self) -> None:
-        while (region := self._queue.get()) is not None:
+        while (prepared := self._queue.get()) is not None:
             try:
-                array = region.array
-                starts = [region.offset + capture.slot * array.stride_bytes for capture in region.captures]
-                chunks = [self.encode(array, self._memory[start : start + array.chunk_bytes]) for start in starts]
+                self.prepare(prepared)
             except BaseException as failure:  # it is raised in the training loop
                 self._post(_Failed(failure))
             else:
-                self._post(_Encoded(region, chunks))
+                self._post(prepared)
 
 
 class Writer:
@@ -167,21 +205,21 @@ class Writer:
         self._attempt = attempt
         self._arrays = ArrayStore(os.path.join(run_path, LAYERS_DIR), num_epochs)
         self._manifest = ManifestWriter(run_path, rank, attempt)
-        self._files = ShardFiles()
+        self._files = ShardFiles(os.path.join(run_path, JOURNAL_DIR))
         self._shards: dict[str, dict[tuple[int, ...], ShardWriter]] = {}
         self._dirty: dict[str, ShardWriter] = {}
         self._new_directories: set[str] = set()
         self._requests: list[SyncRequest] = []
-        self._to_encode: collections.deque[Region] = collections.deque()
+        self._preparing: collections.deque[_Prepared] = collections.deque()  # in the order of their captures, which is that of their rows
+        self._to_encode: collections.deque[_Prepared] = collections.deque()
         self._num_encoding = 0
-        self._rows: list[Row] = []
-        self._row_owners: list[tuple[ShardWriter | None, int]] = []
-        self._synced_at = time.monotonic()
+        self._blocks: list[tuple[RowBlock, ShardWriter | None]] = []
+        self._noted_at = self._swept_at = self._synced_at = time.monotonic()
         self._needs_mark = False
         self._stopping = False
         self._is_finished = False
         self._main = threading.main_thread()
-        self._rows_of: dict[ShardWriter, RowLog] = {}
+        self._rows_of: dict[ShardWriter, ShardRows] = {}
         self._thread = threading.Thread(target=self._run, name="hookstore-writer", daemon=False)  # else it inherits that from who starts it
 
     # What the recorder calls --------------------------------------------------------------------------------------
@@ -252,22 +290,28 @@ class Writer:
             self._take(self._stager.queue.get(timeout=_POLL_S))
             for _ in range(_ITEMS_PER_TURN):
                 self._take(self._stager.queue.get_nowait())
-        self._acknowledge()
-        if not self._stopping and not self._main.is_alive():
-            self._stopping = True  # the script has ended without close()
-        self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
-        if self._requests or (self._needs_mark and time.monotonic() - self._synced_at > _SYNC_AGE_S) or self._manifest.is_segment_full:
+        now = time.monotonic()
+        if self._blocks and now - self._noted_at >= _ROWS_AGE_S:
+            self._acknowledge()
+        if now - self._swept_at >= _POLL_S or self._stopping:
+            self._swept_at = now
+            if not self._stopping and not self._main.is_alive():
+                self._stopping = True  # the script has ended without close()
+            self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
+        if self._requests or (self._needs_mark and now - self._synced_at > _SYNC_AGE_S) or self._manifest.is_segment_full:
             self._sync()
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Region):
-            self._write_region(item)
-        elif isinstance(item, _Encoded):
-            self._write_encoded(item)
+            self._take_region(item)
+        elif isinstance(item, _Prepared):
+            self._num_encoding -= 1
+            self._encode_next()
+            self._write_ready()
         elif isinstance(item, Piece):
             self._write_piece(item)
         elif isinstance(item, Capture):
-            self._note([self._row(item)])
+            self._note(RowBlock.of(self._row(item)))
         elif isinstance(item, SyncRequest):
             self._requests.append(item)
         elif isinstance(item, _Failed):
@@ -275,24 +319,23 @@ class Writer:
         else:
             self._stopping = True
 
-    def _write_region(self, region: Region) -> None:
+    def _take_region(self, region: Region) -> None:
         for transfer in region.transfers:
             transfer.wait()
-        if not region.captures:
+        slots = region.slots
+        if not slots.size:
             self._stager.release(region)
             return
-        if region.array.spec.codec is not None:
-            self._to_encode.append(region)
+        notes = np.frombuffer(self._stager.memory, NOTE_DTYPE, count=region.reserved, offset=region.notes_offset)[slots]
+        prepared = _Prepared(region, slots, notes)
+        self._preparing.append(prepared)
+        to_sum_bytes = (len(notes) - int(np.count_nonzero(notes["has_crc32c"]))) * region.array.chunk_bytes
+        if region.array.spec.codec is None and to_sum_bytes <= _CHECKSUM_HERE_BYTES:
+            self.encoder.prepare(prepared)
+            self._write_ready()
+        else:
+            self._to_encode.append(prepared)
             self._encode_next()
-            return
-        shard = self._shard(region.array, region.shard, region.captures)
-        memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
-        captures = region.captures
-        offsets, crcs = shard.append_region(memory, [capture.slot for capture in captures], [capture.entry for capture in captures])
-        length = region.array.chunk_bytes + CRC_BYTES
-        rows = [self._row(capture, shard, offset, length, crc) for capture, offset, crc in zip(captures, offsets, crcs, strict=True)]
-        self._stager.release(region)
-        self._note(rows, shard)
 
     def _encode_next(self) -> None:
         """Give encoders work, but no more than they can do next: what they have done lies beside the arena until it is written."""
@@ -300,17 +343,48 @@ class Writer:
             self._num_encoding += 1
             self.encoder.submit(self._to_encode.popleft())
 
-    def _write_encoded(self, encoded: _Encoded) -> None:
-        self._num_encoding -= 1
-        self._encode_next()
-        region = encoded.region
-        captures = region.captures
-        shard = self._shard(region.array, region.shard, captures)
-        offsets, lengths, crcs = shard.append_encoded(encoded.chunks, [capture.entry for capture in captures])
-        placed = zip(captures, offsets, lengths, crcs, strict=True)
-        rows = [self._row(capture, shard, offset, length, crc) for capture, offset, length, crc in placed]
+    def _write_ready(self) -> None:
+        """Write the regions that are prepared, up to the first that is not."""
+        while self._preparing and self._preparing[0].is_ready:
+            self._write_region(self._preparing.popleft())
+
+    def _write_region(self, prepared: _Prepared) -> None:
+        region, notes = prepared.region, prepared.notes
+        spec = region.array.spec
+        shard = self._shard(region.array, region.shard, (int(notes["epoch"].max()), int(notes["batch"].max()), int(notes["call"].max())))
+        entries = spec.entries(notes["epoch"], notes["batch"], notes["call"])
+        numbers = np.empty(len(notes), dtype=NUMBERS_DTYPE)
+        for name in ("epoch", "batch", "call", "step", "wall_time", "backward"):
+            numbers[name] = notes[name]
+        if prepared.chunks is not None:
+            numbers["offset"], numbers["length"], numbers["crc32c"] = shard.append_encoded(prepared.chunks, entries)
+        else:
+            assert prepared.crcs is not None
+            memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
+            numbers["offset"] = shard.append_region(memory, prepared.slots, entries, prepared.crcs)
+            numbers["length"], numbers["crc32c"] = region.array.chunk_bytes + CRC_BYTES, prepared.crcs
+        shapes = {spec.chunk_shape: 0}
+        numbers["shape"] = 0
+        for slot, shape in region.shapes.items():
+            numbers["shape"][prepared.slots == slot] = shapes.setdefault(shape, len(shapes))
         self._stager.release(region)
-        self._note(rows, shard)
+        block = RowBlock(
+            phase=spec.phase,
+            layer=spec.layer,
+            kind=spec.kind,
+            leaf=spec.leaf,
+            rank=self._rank,
+            attempt=self._attempt,
+            array=region.array.path,
+            dtype=spec.dtype,
+            loss_scale=None,
+            shard=shard.key,
+            status="ok",
+            reason="",
+            shapes=list(shapes),
+            numbers=numbers,
+        )
+        self._note(block, shard)
 
     def _write_piece(self, piece: Piece) -> None:
         if piece.transfer is not None:
@@ -318,7 +392,8 @@ class Writer:
         oversize: Oversize = piece.oversize
         capture = oversize.capture
         assert capture.array is not None
-        shard = self._shard(capture.array, oversize.shard, [capture])
+        where = capture.coordinates
+        shard = self._shard(capture.array, oversize.shard, (where.epoch, where.batch, capture.call))
         if piece.start == 0:
             oversize.file_offset = shard.reserve(oversize.num_bytes)
         memory = self._stager.memory[piece.offset : piece.offset + piece.num_bytes]
@@ -331,25 +406,24 @@ class Writer:
         shard.write_piece(memory, oversize.file_offset + piece.start)
         self._stager.release(piece)
         if piece.is_last:
-            shard.finish_pieces(capture.entry, oversize.file_offset, oversize.num_bytes)
-            self._note([self._row(capture, shard, oversize.file_offset, oversize.num_bytes + CRC_BYTES, oversize.crc)], shard)
+            shard.finish_pieces(
+                capture.array.spec.entries(where.epoch, where.batch, capture.call), oversize.file_offset, oversize.num_bytes
+            )
+            self._note(RowBlock.of(self._row(capture, shard, oversize.file_offset, oversize.num_bytes + CRC_BYTES, oversize.crc)), shard)
 
     # Shards and rows ----------------------------------------------------------------------------------------------
 
-    def _shard(self, array: Array, where: tuple[int, ...], captures: list[Capture]) -> ShardWriter:
-        """Return the shard to write to, publishing the array first; shards that have been left behind are sealed."""
-        spec = array.spec
-        places = [capture.coordinates for capture in captures]
-        last = (max(place.epoch for place in places), max(place.batch for place in places), max(capture.call for capture in captures))
-        self._arrays.publish(spec, last, self._epoch_batches())
-        shards = self._shards.setdefault(spec.path, {})
+    def _shard(self, array: Array, where: tuple[int, ...], last: tuple[int, int, int]) -> ShardWriter:
+        """Return the shard to write to, publishing the array up to (epoch, batch, call) first; shards that have been left behind are sealed."""
+        self._arrays.publish(array.spec, last, self._epoch_batches())
+        shards = self._shards.setdefault(array.path, {})
         shard = shards.pop(where, None)
         if shard is None:
             self._seal_left_behind(shards, where)
-            directory = self._arrays.directory(spec)
-            shard = ShardWriter(directory, spec, where, self._files)
+            directory = self._arrays.directory(array.spec)
+            shard = ShardWriter(directory, array.spec, where, self._files)
             self._new_directories.add(directory)
-            self._rows_of[shard] = RowLog()
+            self._rows_of[shard] = ShardRows(self._files.spool)
         shards[where] = shard  # last in the dictionary: used last
         self._dirty[shard.path] = shard
         return shard
@@ -360,16 +434,13 @@ class Writer:
         A place is a stretch of epochs and batches; all its shards of calls belong together.
         """
         recent = list(dict.fromkeys([where[:2], *(place[:2] for place in reversed(shards))]))[:_PLACES_UNSEALED]
-        self._acknowledge()  # a shard carries its rows
-        for place, shard in list(shards.items()):
-            if place[:2] not in recent or (place[:2] != where[:2] and shard.is_full):
-                self._seal(shard)
+        left_behind = [shard for place, shard in shards.items() if place[:2] not in recent or (place[:2] != where[:2] and shard.is_full)]
+        for shard in left_behind:
+            del shards[shard.shard]
+        self._seal(left_behind)
 
     def _row(self, capture: Capture, shard: ShardWriter | None = None, offset: int = 0, length: int = 0, crc: int = 0) -> Row:
         where = capture.coordinates
-        nbytes = DTYPES[capture.dtype].itemsize if capture.dtype else 0
-        for size in capture.shape:
-            nbytes *= size
         return Row(
             phase=where.phase,
             epoch=where.epoch,
@@ -385,7 +456,7 @@ class Writer:
             array="" if shard is None else shard.spec.path,
             shape=capture.shape,
             dtype=capture.dtype,
-            nbytes=nbytes if capture.status == "ok" else 0,
+            nbytes=0,  # follows from shape, dtype and status
             wall_time=capture.wall_time_us,
             loss_scale=None,
             shard="" if shard is None else shard.key,
@@ -396,56 +467,71 @@ class Writer:
             reason=capture.reason,
         )
 
-    def _note(self, rows: list[Row], shard: ShardWriter | None = None) -> None:
-        """Keep the rows of captures whose bytes are written, until the turn ends."""
-        self._rows += rows
-        self._row_owners.append((shard, len(rows)))
+    def _note(self, block: RowBlock, shard: ShardWriter | None = None) -> None:
+        """Keep the rows of captures whose bytes are written, until they are acknowledged."""
+        if not self._blocks:
+            self._noted_at = time.monotonic()
+        self._blocks.append((block, shard))
 
     def _acknowledge(self) -> None:
-        """Bring the turn's rows into the journal, in one frame."""
-        if not self._rows:
+        """Bring the rows into the journal, in one frame."""
+        if not self._blocks:
             return
-        batch = make_batch(self._rows)
+        batch = make_batch([block for block, _ in self._blocks])
         self._manifest.append(batch)
         self._needs_mark = True
-        self.num_acknowledged += len(self._rows)
-        start = 0
-        for shard, count in self._row_owners:
+        self.num_acknowledged += batch.num_rows
+        for block, shard in self._blocks:
             if shard is not None:
-                self._rows_of[shard].append(batch.slice(start, count))
-                self.acknowledged_bytes += shard.spec.chunk_bytes * count
-            start += count
-        self._rows, self._row_owners = [], []
+                self._rows_of[shard].append(block)
+                self.acknowledged_bytes += shard.spec.chunk_bytes * len(block.numbers)
+        self._blocks = []
 
     def _sync(self) -> None:
-        """Make durable what is acknowledged, and answer who waits for that."""
-        unsynced = self._arrays.unsynced | self._new_directories | {shard.path for shard in self._dirty.values()}
-        sync_paths(unsynced, self._run_path)
-        self._arrays.unsynced.clear()
-        self._new_directories.clear()
-        self._dirty.clear()
+        """Make durable what is written, mark it, and answer who waits for that."""
+        self._acknowledge()
+        self._sync_files()
         self._manifest.mark_durable()
         self._needs_mark = False
         self._synced_at = time.monotonic()
         if self._manifest.is_segment_full:
             self._manifest.finish_segment()
+        self._answer()
+
+    def _sync_files(self) -> None:
+        sync_paths(self._arrays.unsynced | self._new_directories | {shard.path for shard in self._dirty.values()}, self._run_path)
+        self._arrays.unsynced.clear()
+        self._new_directories.clear()
+        self._dirty.clear()
+
+    def _answer(self) -> None:
         for request in self._requests:
             request.done.set()
         self._requests.clear()
 
-    def _seal(self, shard: ShardWriter) -> None:
-        del self._shards[shard.spec.path][shard.shard]
-        self._dirty.pop(shard.path, None)
-        shard.seal(rows_to_stream(self._rows_of.pop(shard).batches, shard.earlier_rows))
+    def _seal(self, shards: Sequence[ShardWriter]) -> None:
+        """Seal shards, with the syncs of all together: the first brings most of the others about."""
+        if not shards:
+            return
+        self._acknowledge()  # a shard carries its rows
+        for shard in shards:
+            shard.finish(rows_to_stream(self._rows_of.pop(shard).batches, shard.earlier_rows))
+        sync_paths([shard.path for shard in shards], self._run_path)
+        self._arrays.grow()
+        for shard in shards:
+            self._dirty.pop(shard.path, None)
+            shard.publish()
+        sync_paths({os.path.dirname(shard.path) for shard in shards}, self._run_path)
 
     def _finish(self) -> None:
         """Seal every shard, publish exact extents, turn the journal into a part."""
-        self._sync()
-        for shards in self._shards.values():
-            for shard in list(shards.values()):
-                self._seal(shard)
         self._arrays.finish(self._epoch_batches())
+        self._seal([shard for shards in self._shards.values() for shard in shards.values()])
+        self._shards.clear()
+        self._acknowledge()
+        self._sync_files()
         self._manifest.finish_segment()
+        self._answer()
         with contextlib.suppress(OSError):  # a network file system's own hidden file may lie there; all of ours are gone
             os.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,7 +39,7 @@ from hookstore.device import CpuDevice, Devices, FreeList, StreamDevice, allocat
 from hookstore.format import DTYPES, PAGE_BYTES
 from hookstore.layout import ArrayCatalog, Capture
 from hookstore.schedule import Coordinates
-from hookstore.staging import Oversize, Piece, Region, Stager
+from hookstore.staging import NOTE_DTYPE, Oversize, Piece, Region, Stager
 from hookstore.writer import Writer
 
 POISON = 0xA5
@@ -405,7 +406,7 @@ class Consumer:
     """Does with what is staged what the writer does, and keeps the bytes."""
 
     def __init__(self, stager: Stager) -> None:
-        self.contents: dict[int, bytes] = {}  # by the identity of the capture
+        self.contents: dict[int, bytes] = {}  # by batch: each capture has its own
         self.gaps: list[Capture] = []
         self._stager = stager
         self._pieces: dict[Oversize, bytearray] = {}
@@ -423,9 +424,10 @@ class Consumer:
         for transfer in region.transfers:
             transfer.wait()
         array = region.array
-        for capture in region.captures:
-            start = region.offset + capture.slot * array.stride_bytes
-            self._keep(capture, bytes(self._stager.memory[start : start + array.chunk_bytes]))
+        notes = np.frombuffer(self._stager.memory, NOTE_DTYPE, count=region.reserved, offset=region.notes_offset)
+        for slot in region.slots.tolist():
+            start = region.offset + slot * array.stride_bytes
+            self._keep(int(notes["batch"][slot]), bytes(self._stager.memory[start : start + array.chunk_bytes]))
         self._stager.release(region)
 
     def _take_piece(self, piece: Piece) -> None:
@@ -435,12 +437,12 @@ class Consumer:
         contents += self._stager.memory[piece.offset : piece.offset + piece.length]
         self._stager.release(piece)
         if piece.is_last:
-            self._keep(piece.oversize.capture, bytes(self._pieces.pop(piece.oversize)))
+            self._keep(piece.oversize.capture.coordinates.batch, bytes(self._pieces.pop(piece.oversize)))
 
-    def _keep(self, capture: Capture, contents: bytes) -> None:
-        if id(capture) in self.contents:
-            raise CorruptionError(f"{_name(capture)} came twice")
-        self.contents[id(capture)] = contents
+    def _keep(self, batch: int, contents: bytes) -> None:
+        if batch in self.contents:
+            raise CorruptionError(f"the capture of batch {batch} came twice")
+        self.contents[batch] = contents
 
 
 class _InlineRoom:
@@ -535,7 +537,7 @@ class Simulation:
         """Raise `CorruptionError` if anything is wrong once all has been taken."""
         self.runtime.run_everything()
         for capture, values in self.captured:
-            contents = self.consumer.contents.get(id(capture))
+            contents = self.consumer.contents.get(capture.coordinates.batch)
             if contents is None:
                 raise CorruptionError(f"{_name(capture)} never came")
             check_bytes(_name(capture), contents, _chunk(capture, values))

@@ -68,6 +68,14 @@ def writes(layers: Path) -> Writes:
     return Writes(layers)
 
 
+class GrowingStore(ArrayStore):
+    """One that brings the files to the extents that are needed at once."""
+
+    def publish(self, spec: ArraySpec, last: tuple[int, int, int], epoch_batches: int | None) -> None:
+        super().publish(spec, last, epoch_batches)
+        self.grow()
+
+
 def metadata(layers: Path, array: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((layers / array / "zarr.json").read_bytes())
     return found
@@ -239,7 +247,7 @@ def test_groups_at_every_level(layers: Path) -> None:
 
 
 def test_a_known_length_is_published_once(layers: Path, writes: Writes) -> None:
-    store = ArrayStore(str(layers), num_epochs=3)
+    store = GrowingStore(str(layers), num_epochs=3)
     for epoch in range(3):
         for batch in range(100):
             store.publish(make_spec(), (epoch, batch, 0), 100)
@@ -253,7 +261,7 @@ def test_a_known_length_is_published_once(layers: Path, writes: Writes) -> None:
 
 
 def test_an_unknown_length_grows_by_doubling(layers: Path, writes: Writes) -> None:
-    store = ArrayStore(str(layers))
+    store = GrowingStore(str(layers))
     for batch in range(1000):
         store.publish(make_spec(), (0, batch, 0), None)
         assert metadata(layers, "conv1/activation")["shape"][1] > batch
@@ -265,7 +273,7 @@ def test_an_unknown_length_grows_by_doubling(layers: Path, writes: Writes) -> No
 
 
 def test_epochs_grow_one_by_one(layers: Path, writes: Writes) -> None:
-    store = ArrayStore(str(layers))
+    store = GrowingStore(str(layers))
     for epoch in range(5):
         for batch in range(10):
             store.publish(make_spec(), (epoch, batch, 0), 10)
@@ -275,7 +283,7 @@ def test_epochs_grow_one_by_one(layers: Path, writes: Writes) -> None:
 
 
 def test_extents_are_shared_within_a_layer(layers: Path) -> None:
-    store = ArrayStore(str(layers))
+    store = GrowingStore(str(layers))
     plain, scalar, calls, other = make_spec(), make_spec("gradient", ()), make_spec(shards=(1, 8, 16)), make_spec(layer="fc")
     for spec, last in [(plain, (0, 0, 0)), (scalar, (0, 4, 0)), (calls, (1, 2, 5)), (other, (0, 0, 0)), (plain, (2, 1, 0))]:
         store.publish(spec, last, None)
@@ -306,7 +314,7 @@ def test_extents_are_shared_within_a_layer(layers: Path) -> None:
 def test_finish_takes_back_what_never_came(
     layers: Path, num_epochs: int | None, epoch_batches: int | None, last: tuple[int, int, int], shape: list[int]
 ) -> None:
-    store = ArrayStore(str(layers), num_epochs)
+    store = GrowingStore(str(layers), num_epochs)
     store.publish(make_spec(), (0, 0, 0), epoch_batches)
     store.publish(make_spec(), last, epoch_batches)
     store.finish(epoch_batches)
@@ -325,7 +333,7 @@ def test_what_was_published_never_shrinks_before_the_end(published: list[tuple[i
     specs = [make_spec(), make_spec("gradient", ()), make_spec(shards=(1, 8, 16))]
     with tempfile.TemporaryDirectory() as directory:
         layers = Path(directory)
-        store = ArrayStore(directory)
+        store = GrowingStore(directory)
         before: list[int] = [0, 0]
         highest = [0, 0, 0]
         for number, last, epoch_batches in published:
@@ -364,7 +372,7 @@ def test_metadata_is_whole_at_every_instant(layers: Path) -> None:
     before = sys.gettrace()
     sys.settrace(look_around)
     try:
-        store = ArrayStore(str(layers))
+        store = GrowingStore(str(layers))
         store.publish(make_spec(), (0, 0, 0), None)
         store.publish(make_spec(), (0, 6, 0), None)
         store.publish(make_spec("gradient"), (1, 0, 0), None)

@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "the writer does not wait for the transfers of a region",
         ("recorded, large ring", "recorded, encoded"),
-        (of_writer("_write_region", "transfer.wait()", "pass"),),
+        (of_writer("_take_region", "transfer.wait()", "pass"),),
     ),
     Mutant(
         "the writer does not wait for the transfer of a piece",
@@ -227,11 +227,11 @@ MUTANTS = [
         ("recorded",),
         (
             of_writer(
-                "_write_region",
+                "_take_region",
                 "for transfer in region.transfers:",
                 "self._stager.release(region)\n    for transfer in region.transfers:",
             ),
-            of_writer("_write_region", "    self._stager.release(region)\n    self._note(", "    self._note("),
+            of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
     ),
@@ -240,7 +240,7 @@ MUTANTS = [
         ("recorded",),
         (
             of_writer("_write_region", "shard = self._shard(", "self._stager.release(region); shard = self._shard("),
-            of_writer("_write_region", "    self._stager.release(region)\n    self._note(", "    self._note("),
+            of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
     ),
@@ -248,8 +248,8 @@ MUTANTS = [
         "the writer gives a region back before it is encoded",
         ("recorded, encoded",),
         (
-            of_writer("_write_region", "self._to_encode.append(region)", "self._stager.release(region); self._to_encode.append(region)"),
-            of_writer("_write_encoded", "self._stager.release(region)", "pass"),
+            of_writer("_take_region", "self._to_encode.append(prepared)", "self._stager.release(region); self._to_encode.append(prepared)"),
+            of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
     ),

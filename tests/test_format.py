@@ -430,7 +430,7 @@ def test_places_in_a_shard_are_one_to_one(shards: tuple[int, ...]) -> None:
     grid = [range(2 * size) for size in (*shards, 1)[:3]] if len(shards) == 3 else [range(2 * shards[0]), range(2 * shards[1]), range(1)]
     places: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for coordinates in itertools.product(*grid):
-        shard, entry = spec.locate(*coordinates)
+        shard, entry = spec.shard_of(*coordinates), spec.entries(*coordinates)
         assert 0 <= entry < spec.num_entries
         assert (shard, entry) not in places
         places[shard, entry] = coordinates
@@ -438,6 +438,7 @@ def test_places_in_a_shard_are_one_to_one(shards: tuple[int, ...]) -> None:
         within = [coordinate % size for coordinate, size in zip(coordinates, shards, strict=False)]
         assert entry == sum(position * math.prod(shards[axis + 1 :]) for axis, position in enumerate(within))
         assert shard == tuple(coordinate // size for coordinate, size in zip(coordinates, shards, strict=False))
+        assert all(coordinate in there for coordinate, there in zip(coordinates, spec.shard_ranges(shard), strict=True))
     entries_by_shard = {shard: {entry for other, entry in places if other == shard} for shard, _ in places}
     assert all(entries == set(range(spec.num_entries)) for entries in entries_by_shard.values())
     assert len({spec.shard_key(shard) for shard in entries_by_shard}) == len(entries_by_shard)
@@ -453,9 +454,13 @@ def test_distinct_coordinates_have_distinct_places(
     shards: tuple[int, int, int], one: tuple[int, int, int], other: tuple[int, int, int]
 ) -> None:
     spec = make_spec(shards)
-    assert (spec.locate(*one) == spec.locate(*other)) == (one == other)
-    keys = {spec.shard_key(spec.locate(*where)[0]) for where in (one, other)}
-    assert len(keys) == len({spec.locate(*where)[0] for where in (one, other)})
+    places = [(spec.shard_of(*where), spec.entries(*where)) for where in (one, other)]
+    assert (places[0] == places[1]) == (one == other)
+    keys = {spec.shard_key(spec.shard_of(*where)) for where in (one, other)}
+    assert len(keys) == len({spec.shard_of(*where) for where in (one, other)})
+    ranges = spec.shard_ranges(spec.shard_of(*one))
+    assert all(coordinate in there for coordinate, there in zip(one, ranges, strict=True))
+    assert all(coordinate in there for coordinate, there in zip(other, ranges, strict=True)) == (places[0][0] == places[1][0])
     assert all(is_shard_key(key) for key in keys)
 
 

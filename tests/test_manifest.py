@@ -6,7 +6,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,12 @@ from crc32c import crc32c
 
 from hookstore import manifest
 from hookstore.errors import CorruptRunError
-from hookstore.format import FRAME_BYTES, FRAME_ROWS, FRAME_SCHEMA, FRAME_SYNC, MANIFEST_COLUMNS, Row, part_name, segment_name
+from hookstore.format import DTYPES, FRAME_BYTES, FRAME_ROWS, FRAME_SCHEMA, FRAME_SYNC, MANIFEST_COLUMNS, Row, part_name, segment_name
 from hookstore.manifest import (
     SCHEMA,
     ManifestWriter,
+    RowBlock,
     encode_part,
-    make_batch,
     read_manifest,
     read_segment,
     rows_to_stream,
@@ -56,7 +56,12 @@ def make_row(number: int, **changes: object) -> Row:
         status="ok",
         reason="",
     )
-    return row._replace(**changes)
+    row = row._replace(**changes)
+    return row._replace(nbytes=math.prod(row.shape) * DTYPES[row.dtype].itemsize if row.status == "ok" else 0)
+
+
+def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
+    return manifest.make_batch([RowBlock.of(row) for row in rows])
 
 
 def make_rows(start: int, stop: int) -> pa.RecordBatch:

@@ -25,7 +25,7 @@ from hookstore.codecs import codec_metadata, compressor
 from hookstore.errors import CorruptRunError, HookstoreError, OptionError
 from hookstore.files import DirectWriter, sync_paths, write_atomically
 from hookstore.format import DTYPES, MISSING, PAGE_BYTES, TRAILER_BYTES, TRAILER_FORMAT, TRAILER_MAGIC, ArraySpec, unsealed_name
-from hookstore.shards import ShardFiles, ShardReader, ShardWriter, read_sealed
+from hookstore.shards import ShardFiles, ShardReader, ShardWriter, chunk_checksums, read_sealed
 
 O_DIRECT = 0o40000  # of the simulated file system, on every platform
 
@@ -55,7 +55,13 @@ def region(spec: ArraySpec, numbers: list[int]) -> memoryview:
 
 
 def append(shard: ShardWriter, numbers: list[int], entries: list[int] | None = None) -> tuple[list[int], list[int]]:
-    return shard.append_region(region(shard.spec, numbers), list(range(len(numbers))), entries or numbers)
+    return append_slots(shard, region(shard.spec, numbers), list(range(len(numbers))), entries or numbers)
+
+
+def append_slots(shard: ShardWriter, memory: memoryview, slots: list[int], entries: list[int]) -> tuple[list[int], list[int]]:
+    crcs = chunk_checksums(memory, shard.spec, np.array(slots))
+    offsets = shard.append_region(memory, np.array(slots), np.array(entries), crcs)
+    return offsets.tolist(), crcs.tolist()
 
 
 def with_crc(contents: bytes) -> bytes:
@@ -200,7 +206,7 @@ def test_appending_never_rewrites_earlier_blocks(array: Path, files: ShardFiles)
 def test_only_the_kept_slots_enter_the_index(array: Path, files: ShardFiles) -> None:
     spec = make_spec()
     shard = ShardWriter(str(array), spec, (0, 0), files)
-    offsets, crcs = shard.append_region(region(spec, [0, 1, 2]), [2, 0], [4, 3])
+    offsets, crcs = append_slots(shard, region(spec, [0, 1, 2]), [2, 0], [4, 3])
     assert offsets == [128, 0]
     assert crcs == [crc32c(chunk(2, spec)), crc32c(chunk(0, spec))]
     shard.seal(b"")
@@ -327,6 +333,7 @@ def test_many_shards_keep_few_descriptors_open(array: Path, files: ShardFiles) -
         pytest.skip("counts the descriptors in /dev/fd")
     spec = make_spec()
     before = len(os.listdir("/dev/fd"))
+    files.writer._max_open = 128
     writers = [ShardWriter(str(array), spec, (0, number), files) for number in range(300)]
     for first in (0, 2):
         for number, shard in enumerate(writers):
