@@ -66,15 +66,15 @@ class Sink:
                 self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
         except BaseException as error:
             self._failed(error, capture)
+        if key is not None and self._can_be_small(capture, tensor):
+            assert capture.array is not None
+            self._small[key] = capture.array
+
+    def _can_be_small(self, capture: Capture, tensor: torch.Tensor) -> bool:
+        """Say whether what comes like this one can be copied at once."""
         array = capture.array
-        if (
-            key is not None
-            and array is not None
-            and array.is_small
-            and array.spec.chunk_shape == shape
-            and dtype == TORCH_DTYPES[tensor.dtype]
-        ):
-            self._small[key] = array
+        is_whole = array is not None and array.is_small and array.spec.chunk_shape == capture.shape
+        return is_whole and capture.dtype == TORCH_DTYPES[tensor.dtype] and self._stager.copies_at_once(tensor)
 
     def _put_small(self, array: Array, tensor: torch.Tensor, call: Call, backward: int) -> bool:
         """Copy a small tensor at once if that is possible."""

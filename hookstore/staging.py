@@ -19,7 +19,7 @@ import torch
 from crc32c import crc32c
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hookstore.device import Devices, FreeList, Transfer, copy_small
+from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small
 from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
 from hookstore.layout import Array, ArrayCatalog, Call, Capture
@@ -238,6 +238,10 @@ class Stager:
             self._stage(capture, tensor, epoch_batches)
         finally:
             self._staging_threads.discard(thread)
+
+    def copies_at_once(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor lives where its bytes can be read without waiting, as `stage_small` does."""
+        return isinstance(self._devices.of(tensor), CpuDevice)
 
     def stage_small(self, array: Array, call: Call, backward: int, source: int) -> bool:
         """Copy one small tensor into the open region of its array, with its checksum, under one hold of the lock and of the GIL.

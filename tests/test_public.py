@@ -126,7 +126,7 @@ def test_imports_follow_the_flow_of_data(module):
 @pytest.mark.parametrize(
     ("library", "modules"),
     [
-        ("crc32c", {"shards", "manifest", "writer"}),
+        ("crc32c", {"staging", "shards", "manifest", "writer"}),
         ("numcodecs", {"codecs"}),
         ("pyarrow", {"manifest", "captures", "run"}),
         ("zarr", {"arrays", "demo"}),

@@ -21,6 +21,7 @@ from torch import nn
 import hookstore
 from hookstore import recorder as recorder_module
 from hookstore import shards, writer
+from hookstore import staging as staging_module
 
 
 class Returns(nn.Module):
@@ -456,23 +457,26 @@ def test_the_users_own_exception_goes_first(path, monkeypatch):
     assert any("was not finished: OSError" in note for note in caught.value.__notes__)
 
 
-def test_a_failed_copy_leaves_the_rest_whole(path, monkeypatch):
-    copy = recorder_module.Devices.of
-
+@pytest.mark.parametrize("size", [3, 10_000])
+def test_a_failed_copy_leaves_the_rest_whole(path, monkeypatch, size):
     class Breaks:
         def copy(self, destination, source):
             raise MemoryError("no copy today")
 
+    def break_small(*_):
+        raise MemoryError("no copy today")
+
     with record(path) as recorder:
         model = recorder_model(recorder, path)
-        model(torch.ones(3))
-        monkeypatch.setattr(recorder_module.Devices, "of", lambda *_: Breaks())
-        with pytest.raises(MemoryError, match="no copy today"):
-            model(torch.ones(3) * 2)
-        monkeypatch.setattr(recorder_module.Devices, "of", copy)
-        model(torch.ones(3) * 3)
+        model(torch.ones(size))
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder_module.Devices, "of", lambda *_: Breaks())
+            patch.setattr(staging_module, "copy_small", break_small)
+            with pytest.raises(MemoryError, match="no copy today"):
+                model(torch.ones(size) * 2)
+        model(torch.ones(size) * 3)
     with hookstore.open(path) as run:
-        assert [run[""].activation[0, batch].tolist() for batch in run.batches(0)] == [[1.0] * 3, [3.0] * 3]
+        assert [run[""].activation[0, batch].tolist() for batch in run.batches(0)] == [[1.0] * size, [3.0] * size]
 
 
 def test_calls_after_close(path):
@@ -676,16 +680,22 @@ def test_interrupts_at_any_instant_leave_nothing_to_wait_for(path, size):
             assert array[0] == array[-1] == row["batch"]
 
 
-def test_flush_from_a_signal_handler_in_a_capture_is_refused_instead_of_hanging(path, monkeypatch):
+@pytest.mark.parametrize("size", [3, 10_000])
+def test_flush_from_a_signal_handler_in_a_capture_is_refused_instead_of_hanging(path, monkeypatch, size):
     with record(path) as recorder:
         model = recorder_model(recorder, path)
-        device_copy = recorder_module.Devices.of
+        model(torch.ones(size))
+        device_copy, small_copy = recorder_module.Devices.of, staging_module.copy_small
         caught = []
 
         class Interrupted:
             def copy(self, destination, source):
                 signal.raise_signal(signal.SIGUSR1)
                 return device_copy(recorder._stager._devices, source).copy(destination, source)
+
+        def interrupted(*arguments):
+            signal.raise_signal(signal.SIGUSR1)
+            small_copy(*arguments)
 
         def handler(*_):
             for call in (recorder.flush, recorder.close):
@@ -694,15 +704,17 @@ def test_flush_from_a_signal_handler_in_a_capture_is_refused_instead_of_hanging(
                 caught.append(refused.value)
 
         before = signal.signal(signal.SIGUSR1, handler)
-        monkeypatch.setattr(recorder_module.Devices, "of", lambda *_: Interrupted())
         try:
-            model(torch.ones(3))
+            with monkeypatch.context() as patch:
+                patch.setattr(recorder_module.Devices, "of", lambda *_: Interrupted())
+                patch.setattr(staging_module, "copy_small", interrupted)
+                model(torch.ones(size) * 2)
         finally:
             signal.signal(signal.SIGUSR1, before)
         recorder.flush()
     assert len(caught) == 2
     with hookstore.open(path) as run:
-        assert run[""].activation[0, 0].tolist() == [1.0] * 3
+        assert [run[""].activation[0, batch].tolist() for batch in (0, 1)] == [[1.0] * size, [2.0] * size]
 
 
 def test_disable_holds_for_gaps_too(path, monkeypatch):
