@@ -127,8 +127,9 @@ def test_captures_stay_under_the_bandwidths(gpu_check, d2h_rate, disk_rate, step
 def test_captures_are_all_that_the_bandwidths_take(gpu_check):
     layer_bytes = dict.fromkeys("abcdef", 100)
     assert gpu_check.choose(layer_bytes, 1.0, 1000.0, 1000.0, 1200)[:3] == (tuple("abcdef"), 1, 600)
-    assert gpu_check.choose(layer_bytes, 1.0, 1000.0, 1000.0, 1199)[:3] == (tuple("bdf"), 1, 300)
+    assert gpu_check.choose(layer_bytes, 1.0, 1000.0, 1000.0, 1199)[:3] == (tuple("ace"), 1, 300)
     assert gpu_check.choose(layer_bytes, 1.0, 1000.0, 40.0, 1200)[:3] == (tuple("abcdef"), 19, 600)
+    assert gpu_check.choose({**layer_bytes, "a": 600}, 1.0, 1000.0, 1000.0, 1199)[:3] == (tuple("bdf"), 1, 300)
     assert gpu_check.choose({"large": 10**9, "small": 10**6}, 1.0, 1000.0, 1000.0, 1200)[:3] == (("small",), 1250, 10**6)
 
 

@@ -341,7 +341,7 @@ def choose(layer_bytes: dict[str, int], step_s: float, d2h_rate: float, disk_rat
     }
     bound = min(bounds, key=bounds.__getitem__)
     names = list(layer_bytes)
-    spread = [names[stride // 2 :: stride] for stride in range(1, len(names) + 1)]
+    spread = [names[first::stride] for stride in range(1, len(names) + 1) for first in range(stride)]
     for layers in (*spread, [min(names, key=layer_bytes.__getitem__)]):
         num_bytes = sum(layer_bytes[layer] for layer in layers)
         if num_bytes <= bounds[bound]:
