@@ -36,7 +36,7 @@ _SMALL_SHAPE = (64, 10)
 _NUM_SMALL_LAYERS = 100
 _BUFFER_BYTES = 256 << 20
 
-_TURNS = 40  # of `seconds`, each measured thing takes one such part in each round; a round is about seven, with what comes before and after
+_TURNS = 50  # of `seconds`, each measured thing takes one such part in each round; a round is about seven, with what comes before and after
 _MOST_ROUNDS = 11
 _MOST_TURN_BYTES = 1 << 30
 _MOST_TURN_BATCHES = 200  # of small captures: 55 MB, which stay until the last round
@@ -65,7 +65,7 @@ class Throughput:
     raw_bytes_per_s : float
         Sequential writes of whole tensors by one thread into one file, until the device has them.
     durable_bytes_per_s : float
-        The same number of bytes recorded by hookstore, from `hookstore.record` until the recorder is closed.
+        As many bytes recorded by hookstore, from `hookstore.record` until the recorder is closed; fewer where that takes long.
     copy_bytes_per_s : float
         Copies of tensors into a buffer in host memory that lies ready.
     captures_per_s : float
@@ -271,10 +271,8 @@ class _Workload:
 
     def take_round(self, recorder: Recorder) -> _Round:
         """Measure everything once, side by side."""
-        raw_bytes, raw_s = self._write_raw()
-        durable_s = self._record(raw_bytes)
-        copy_bytes_per_s = self._copy_for_a_turn()
-        return _Round(raw_bytes / raw_s, raw_bytes / durable_s, copy_bytes_per_s, *self._capture_small(recorder))
+        num_bytes, raw_s = self._write_raw()
+        return _Round(num_bytes / raw_s, self._record(num_bytes), self._copy_for_a_turn(), *self._capture_small(recorder))
 
     def _write_raw(self) -> tuple[int, float]:
         """Write whole batches of tensors until the turn is over; return their bytes, and the seconds until the device has them."""
@@ -303,30 +301,34 @@ class _Workload:
         return written, elapsed_s
 
     def _record(self, num_bytes: int) -> float:
-        """Record so many bytes of tensors; return the seconds until they are durable."""
+        """Record so many bytes of tensors, or fewer if that takes long; return the bytes a second until they are durable."""
         path = os.path.join(self._path, "large")
         model = _Passing(_NUM_LARGE_LAYERS)
         per_cycle = _NUM_TENSORS // _NUM_LARGE_LAYERS
         batches = [self._tensors[start : start + _NUM_LARGE_LAYERS] for start in range(0, _NUM_TENSORS, _NUM_LARGE_LAYERS)]
-        num_batches = num_bytes // (_NUM_LARGE_LAYERS * _TENSOR_BYTES)
+        batch_bytes = _NUM_LARGE_LAYERS * _TENSOR_BYTES
+        num_batches = 0
         started = time.perf_counter()
         with record(model, path, buffer_bytes=_BUFFER_BYTES) as recorder:
-            for batch in recorder.batches(range(num_batches), epoch=0):
+            for batch in recorder.batches(range(num_bytes // batch_bytes), epoch=0):
                 model(batches[batch % per_cycle])
+                num_batches += 1
+                if time.perf_counter() - started > 2 * self._turn_s:
+                    break
         elapsed_s = time.perf_counter() - started
         _verify(path, num_batches, [tensor.numpy() for tensor in batches[(num_batches - 1) % per_cycle]])
         shutil.rmtree(path)
         sync_directory(self._path)
-        return elapsed_s
+        return num_batches * batch_bytes / elapsed_s
 
     def _copy(self) -> None:
         for slot, tensor in zip(self._slots, self._tensors, strict=True):
             slot.copy_(tensor)
 
     def _copy_for_a_turn(self) -> float:
-        """Return the bytes a second of copies; a quarter of a turn tells them."""
+        """Return the bytes a second of copies; half a turn tells them."""
         times: list[float] = []
-        while not times or sum(times) < self._turn_s / 4:
+        while not times or sum(times) < self._turn_s / 2:
             started = time.perf_counter()
             self._copy()
             times.append(time.perf_counter() - started)
