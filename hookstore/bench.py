@@ -39,7 +39,7 @@ _BUFFER_BYTES = 256 << 20
 _TURNS = 50  # of `seconds`, each measured thing takes one such part in each round; a round is about seven, with what comes before and after
 _MOST_ROUNDS = 11
 _MOST_TURN_BYTES = 1 << 30
-_MOST_TURN_BATCHES = 200  # of small captures: 55 MB, which stay until the last round
+_MOST_TURN_BATCHES = 200  # of small captures: 52 MB, which stay until the last round
 _ROOM_BYTES = 2_000_000_000
 _UNSYNCED_BYTES = 64 << 20  # through the page cache; more of them would make the sync at the end as long as they please
 _JOIN_S = 10.0
@@ -48,20 +48,11 @@ _STEP_S = 0.1
 _SLOWDOWN = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """What `measure` found: medians over its rounds.
+class Rates(NamedTuple):
+    """What is sustained.
 
     Attributes
     ----------
-    directory : str
-        Where it was measured.
-    is_direct : bool
-        Whether the file system takes O_DIRECT. Where it does not, writes went through the page cache and were synced.
-    num_rounds : int
-        Rounds that counted.
-    num_cpus, num_torch_threads : int
-        CPUs that the process may use, and threads that torch copies with.
     raw_bytes_per_s : float
         Sequential writes of whole tensors by one thread into one file, until the device has them.
     durable_bytes_per_s : float
@@ -74,11 +65,6 @@ class Throughput:
         Seconds that one of those takes on the training thread, over a hook that does nothing: the median, and what one in a hundred exceeds.
     """
 
-    directory: str
-    is_direct: bool
-    num_rounds: int
-    num_cpus: int
-    num_torch_threads: int
     raw_bytes_per_s: float
     durable_bytes_per_s: float
     copy_bytes_per_s: float
@@ -87,34 +73,63 @@ class Throughput:
     capture_p99_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What `measure` found.
+
+    Attributes
+    ----------
+    directory : str
+        Where it was measured.
+    is_direct : bool
+        Whether the file system takes O_DIRECT. Where it does not, writes went through the page cache and were synced.
+    num_rounds : int
+        Rounds that counted.
+    num_cpus, num_torch_threads : int
+        CPUs that the process may use, and threads that torch copies with.
+    median, lowest, highest : Rates
+        Of the rounds, each number for itself.
+    """
+
+    directory: str
+    is_direct: bool
+    num_rounds: int
+    num_cpus: int
+    num_torch_threads: int
+    median: Rates
+    lowest: Rates
+    highest: Rates
+
+
 def advice(measured: Throughput) -> list[str]:
     """Say in sentences how much can be captured before training is slowed, by the example of a step of 100 ms.
 
     Parameters
     ----------
     measured : Throughput
-        From `measure`; nothing else goes into the numbers.
+        From `measure`; nothing but its medians goes into the numbers.
     """
+    rates = measured.median
     slowed_s = _STEP_S * (1 + _SLOWDOWN)
-    copied_bytes = measured.copy_bytes_per_s * _STEP_S * _SLOWDOWN
-    copied_captures = _STEP_S * _SLOWDOWN / measured.capture_s
+    copied_bytes = rates.copy_bytes_per_s * _STEP_S * _SLOWDOWN
+    copied_captures = _STEP_S * _SLOWDOWN / rates.capture_s
     step = f"a step of {_STEP_S * 1e3:.0f} ms"
     slowed = f"slowed by {_SLOWDOWN * 100:.0f} %"
     sentences = [
-        f"Up to {_mega(measured.durable_bytes_per_s)} MB/s of captures (for example {_mega(measured.durable_bytes_per_s * _STEP_S)} MB {step}) the disk "
-        f"keeps up, and up to {measured.captures_per_s:,.0f} small captures/s ({measured.captures_per_s * _STEP_S:,.0f} {step}) the writer; above that "
+        f"Up to {_mega(rates.durable_bytes_per_s)} MB/s of captures (for example {_mega(rates.durable_bytes_per_s * _STEP_S)} MB {step}) the disk "
+        f"keeps up, and up to {rates.captures_per_s:,.0f} small captures/s ({rates.captures_per_s * _STEP_S:,.0f} {step}) the writer; above that "
         "training waits (on_full='block') or captures are dropped (on_full='drop').",
-        f"Copies cost {1e8 / measured.copy_bytes_per_s * 1e3:.1f} ms per 100 MB, each small capture {measured.capture_s * 1e6:.1f} µs: "
+        f"Copies cost {1e8 / rates.copy_bytes_per_s * 1e3:.1f} ms per 100 MB, each small capture {rates.capture_s * 1e6:.1f} µs: "
         f"{step} is {slowed} at {_mega(copied_bytes)} MB or {copied_captures:,.0f} small captures a step.",
     ]
-    if copied_bytes / slowed_s < measured.durable_bytes_per_s:
+    if copied_bytes / slowed_s < rates.durable_bytes_per_s:
         sentences.append(f"With large tensors the copies are the first to be felt: {slowed} at {_mega(copied_bytes / slowed_s)} MB/s.")
     else:
-        sentences.append(f"With large tensors the disk is the first to be felt, at {_mega(measured.durable_bytes_per_s)} MB/s.")
-    if copied_captures / slowed_s < measured.captures_per_s:
+        sentences.append(f"With large tensors the disk is the first to be felt, at {_mega(rates.durable_bytes_per_s)} MB/s.")
+    if copied_captures / slowed_s < rates.captures_per_s:
         sentences.append(f"With small ones it is the hooks: {slowed} at {copied_captures / slowed_s:,.0f} captures/s.")
     else:
-        sentences.append(f"With small ones it is the writer, at {measured.captures_per_s:,.0f} captures/s.")
+        sentences.append(f"With small ones it is the writer, at {rates.captures_per_s:,.0f} captures/s.")
     sentences.append(
         "This is for tensors in host memory, and nothing was trained meanwhile: a model that computes on the CPU shares its cores with the writer."
     )
@@ -151,7 +166,7 @@ def measure(directory: str | os.PathLike[str], *, seconds: float = 10.0) -> Thro
     path = os.path.abspath(os.fspath(directory))
     with _temporary_directory(path) as scratch:
         workload = _Workload(scratch, turn_s=seconds / _TURNS)
-        rounds: list[_Round] = []
+        rounds: list[Rates] = []
         with record(
             workload.small_model, workload.small_path, batches=range(_MOST_ROUNDS * _MOST_TURN_BATCHES), buffer_bytes=_BUFFER_BYTES
         ) as recorder:
@@ -162,19 +177,16 @@ def measure(directory: str | os.PathLike[str], *, seconds: float = 10.0) -> Thro
                 round_s = time.perf_counter() - round_started
         _verify(workload.small_path, workload.num_batches, [tensor.numpy() for tensor in workload.small_tensors])
     counted = rounds[1:] or rounds  # the first warms up: threads start, arrays are made
-    median = _Round(*(statistics.median(values) for values in zip(*counted, strict=True)))
+    numbers = list(zip(*counted, strict=True))
     return Throughput(
         directory=path,
         is_direct=workload.is_direct,
         num_rounds=len(counted),
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_torch_threads=torch.get_num_threads(),
-        raw_bytes_per_s=median.raw_bytes_per_s,
-        durable_bytes_per_s=median.durable_bytes_per_s,
-        copy_bytes_per_s=median.copy_bytes_per_s,
-        captures_per_s=median.captures_per_s,
-        capture_s=median.capture_s,
-        capture_p99_s=median.capture_p99_s,
+        median=Rates(*map(statistics.median, numbers)),
+        lowest=Rates(*map(min, numbers)),
+        highest=Rates(*map(max, numbers)),
     )
 
 
@@ -204,17 +216,6 @@ def _temporary_directory(parent: str) -> Iterator[str]:
             for thread in set(threading.enumerate()) - threads:  # an interrupt of close() leaves a writer that still makes files
                 if thread.name.startswith("hookstore-"):
                     thread.join(_JOIN_S)
-
-
-class _Round(NamedTuple):
-    """What one round measured; fields as in `Throughput`."""
-
-    raw_bytes_per_s: float
-    durable_bytes_per_s: float
-    copy_bytes_per_s: float
-    captures_per_s: float
-    capture_s: float
-    capture_p99_s: float
 
 
 class _Passing(nn.Module):
@@ -269,10 +270,10 @@ class _Workload:
         for layer in self._hooked_model.layers:
             layer.register_forward_hook(lambda _module, _arguments, _output: None)
 
-    def take_round(self, recorder: Recorder) -> _Round:
+    def take_round(self, recorder: Recorder) -> Rates:
         """Measure everything once, side by side."""
         num_bytes, raw_s = self._write_raw()
-        return _Round(num_bytes / raw_s, self._record(num_bytes), self._copy_for_a_turn(), *self._capture_small(recorder))
+        return Rates(num_bytes / raw_s, self._record(num_bytes), self._copy_for_a_turn(), *self._capture_small(recorder))
 
     def _write_raw(self) -> tuple[int, float]:
         """Write whole batches of tensors until the turn is over; return their bytes, and the seconds until the device has them."""

@@ -96,16 +96,21 @@ def bench(
 
 def _print_throughput(measured: Throughput, console: Console) -> None:
     way = "O_DIRECT" if measured.is_direct else "through the page cache and synced: O_DIRECT is refused here"
+    rows = (
+        (f"raw sequential writes ({way})", "MB/s", 1e-6, ".0f"),
+        ("large tensors recorded, until durable", "MB/s", 1e-6, ".0f"),
+        ("copies in host memory", "MB/s", 1e-6, ".0f"),
+        ("small captures, until durable", "/s", 1, ".0f"),
+        ("one small capture: median", "µs", 1e6, ".1f"),
+        ("one small capture: 99th percentile", "µs", 1e6, ".1f"),
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("what")
-    table.add_column("sustained", justify="right", no_wrap=True)
-    table.add_row(f"raw sequential writes ({way})", f"{measured.raw_bytes_per_s / 1e6:,.0f} MB/s")
-    table.add_row("large tensors recorded, until durable", f"{measured.durable_bytes_per_s / 1e6:,.0f} MB/s")
-    table.add_row("copies in host memory", f"{measured.copy_bytes_per_s / 1e6:,.0f} MB/s")
-    table.add_row("small captures (64×10 float32 of 100 layers), until durable", f"{measured.captures_per_s:,.0f} /s")
-    table.add_row("one of them, over a hook that does nothing: median", f"{measured.capture_s * 1e6:.1f} µs")
-    table.add_row("one of them, over a hook that does nothing: 99th percentile", f"{measured.capture_p99_s * 1e6:.1f} µs")
+    for heading in ("what", "median", "", "of rounds between"):
+        table.add_column(heading, justify="right" if heading == "median" else "left", no_wrap=heading != "what")
+    for (what, unit, scale, digits), median, lowest, highest in zip(rows, measured.median, measured.lowest, measured.highest, strict=True):
+        table.add_row(what, f"{median * scale:,{digits}}", unit, f"{lowest * scale:,{digits}} – {highest * scale:,{digits}}")
     console.print(table)
+    console.print("small captures are 64×10 float32 of 100 layers; one takes so long on the training thread, over a hook that does nothing")
     console.print(
-        f"medians of {measured.num_rounds} rounds; {measured.num_cpus} CPUs, torch with {measured.num_torch_threads} threads; what was written is removed"
+        f"{measured.num_rounds} rounds on {measured.num_cpus} CPUs, torch with {measured.num_torch_threads} threads; what was written is removed\n"
     )

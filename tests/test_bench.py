@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -20,12 +19,7 @@ from hookstore import bench, cli, files, writer
 
 SHORT_S = 0.4  # two rounds at the least: the first warms up
 
-MEASURED = bench.Throughput(
-    directory="/disk",
-    is_direct=True,
-    num_rounds=5,
-    num_cpus=2,
-    num_torch_threads=2,
+MEDIAN = bench.Rates(
     raw_bytes_per_s=2.0e9,
     durable_bytes_per_s=1.5e9,
     copy_bytes_per_s=8.4e9,
@@ -33,6 +27,20 @@ MEASURED = bench.Throughput(
     capture_s=8e-6,
     capture_p99_s=50e-6,
 )
+
+
+def throughput(**changed):
+    median = MEDIAN._replace(**changed)
+    return bench.Throughput(
+        directory="/disk",
+        is_direct=True,
+        num_rounds=5,
+        num_cpus=2,
+        num_torch_threads=2,
+        median=median,
+        lowest=bench.Rates(*(number / 2 for number in median)),
+        highest=bench.Rates(*(number * 2 for number in median)),
+    )
 
 
 def assert_only(directory, *names):
@@ -49,21 +57,21 @@ def test_measures_everything_and_leaves_nothing(tmp_path):
     assert measured.directory == str(tmp_path)
     assert measured.num_rounds >= 1
     assert measured.num_torch_threads == torch.get_num_threads()
-    for field in dataclasses.fields(measured):
-        if field.name.endswith("_s"):
-            assert 0 < getattr(measured, field.name) < float("inf"), field.name
-    assert measured.capture_s <= measured.capture_p99_s
+    for name, lowest, median, highest in zip(bench.Rates._fields, measured.lowest, measured.median, measured.highest, strict=True):
+        assert 0 < lowest <= median <= highest < float("inf"), name
+    assert measured.median.capture_s <= measured.median.capture_p99_s
 
 
 def test_the_first_round_counts_only_if_there_is_no_other(tmp_path, monkeypatch):
-    left = iter([bench._Round(*[float(number)] * 6) for number in (1, 20, 40, 30, 1)])
+    left = iter([bench.Rates(*[float(number)] * 6) for number in (1, 20, 40, 30, 1)])
     monkeypatch.setattr(bench, "_MOST_ROUNDS", 4)
     monkeypatch.setattr(bench, "_verify", lambda *_: None)
     monkeypatch.setattr(bench._Workload, "take_round", lambda *_: next(left))
     measured = bench.measure(tmp_path, seconds=1e6)
-    assert (measured.num_rounds, measured.raw_bytes_per_s, measured.capture_p99_s) == (3, 30, 30)
+    assert measured.num_rounds == 3
+    assert [measured.lowest, measured.median, measured.highest] == [(20,) * 6, (30,) * 6, (40,) * 6]
     measured = bench.measure(tmp_path, seconds=1e-6)
-    assert (measured.num_rounds, measured.raw_bytes_per_s) == (1, 1)
+    assert (measured.num_rounds, measured.median) == (1, (1,) * 6)
 
 
 def test_everything_goes_into_one_subdirectory(tmp_path, monkeypatch):
@@ -196,7 +204,7 @@ def test_seconds_are_checked(tmp_path, seconds):
 
 
 def test_the_advice_follows_from_the_numbers():
-    disk, cost, large, small, scope = bench.advice(MEASURED)
+    disk, cost, large, small, scope = bench.advice(throughput())
     assert disk.startswith("Up to 1,500 MB/s of captures (for example 150 MB a step of 100 ms) the disk keeps up")
     assert "60,000 small captures/s (6,000 a step of 100 ms)" in disk
     assert "training waits (on_full='block') or captures are dropped (on_full='drop')" in disk
@@ -210,19 +218,16 @@ def test_the_advice_follows_from_the_numbers():
 
 @pytest.mark.parametrize(("durable", "first"), [(400.1e6, "the copies are"), (399.9e6, "the disk is")])
 def test_the_advice_names_what_is_felt_first_with_large_tensors(durable, first):
-    assert first in bench.advice(dataclasses.replace(MEASURED, durable_bytes_per_s=durable))[2]
+    assert first in bench.advice(throughput(durable_bytes_per_s=durable))[2]
 
 
 @pytest.mark.parametrize(("rate", "first"), [(5_953, "it is the hooks"), (5_952, "it is the writer, at 5,952 captures/s")])
 def test_the_advice_names_what_is_felt_first_with_small_ones(rate, first):
-    assert first in bench.advice(dataclasses.replace(MEASURED, captures_per_s=rate))[3]
+    assert first in bench.advice(throughput(captures_per_s=rate))[3]
 
 
 def test_slow_disks_get_a_decimal():
-    assert (
-        "Up to 9.5 MB/s of captures (for example 0.9 MB a step"
-        in bench.advice(dataclasses.replace(MEASURED, durable_bytes_per_s=9.49e6))[0]
-    )
+    assert "Up to 9.5 MB/s of captures (for example 0.9 MB a step" in bench.advice(throughput(durable_bytes_per_s=9.49e6))[0]
 
 
 # The command ------------------------------------------------------------------------------------------------------
@@ -233,7 +238,7 @@ def test_bench_command(tmp_path, monkeypatch):
 
     def measure(directory, *, seconds):
         asked.update(directory=directory, seconds=seconds)
-        return MEASURED
+        return throughput()
 
     monkeypatch.setattr(bench, "measure", measure)
     found = CliRunner().invoke(cli.app, ["bench", str(tmp_path)], env={"COLUMNS": "300"})
@@ -241,16 +246,16 @@ def test_bench_command(tmp_path, monkeypatch):
     assert asked["directory"] == tmp_path
     assert 0 < asked["seconds"] <= 10
     for pattern in (
-        r"raw sequential writes \(O_DIRECT\) +2,000 MB/s",
-        r"large tensors recorded, until durable +1,500 MB/s",
-        r"copies in host memory +8,400 MB/s",
-        r"small captures .* +60,000 /s",
-        r"median +8\.0 µs",
-        r"99th percentile +50\.0 µs",
-        r"medians of 5 rounds; 2 CPUs, torch with 2 threads",
+        r"raw sequential writes \(O_DIRECT\) +2,000 +MB/s +1,000 – 4,000",
+        r"large tensors recorded, until durable +1,500 +MB/s +750 – 3,000",
+        r"copies in host memory +8,400 +MB/s",
+        r"small captures, until durable +60,000 +/s +30,000 – 120,000",
+        r"one small capture: median +8\.0 +µs +4\.0 – 16\.0",
+        r"one small capture: 99th percentile +50\.0 +µs",
+        r"5 rounds on 2 CPUs, torch with 2 threads",
     ):
         assert re.search(pattern, found.output), pattern
-    for sentence in bench.advice(MEASURED):
+    for sentence in bench.advice(throughput()):
         assert sentence in found.output
 
 
