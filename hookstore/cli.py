@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -14,23 +17,32 @@ from rich.table import Table
 import hookstore
 from hookstore.errors import HookstoreError
 
-app = typer.Typer(help="Look into runs that hookstore recorded.", no_args_is_help=True, add_completion=False)
+if TYPE_CHECKING:
+    from hookstore.bench import Throughput
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
 def _main() -> None:
-    """Look into runs that hookstore recorded."""
+    """Look into runs that hookstore recorded, and measure what recording can do here."""
+
+
+@contextlib.contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Print what the user can mend as a line, and exit with 1."""
+    try:
+        yield
+    except (HookstoreError, OSError) as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 @app.command()
 def info(run: Annotated[Path, typer.Argument(help="directory of a run", show_default=False)]) -> None:
     """Print what a run holds."""
-    try:
-        with hookstore.open(run) as opened:
-            _print_info(opened.info(), Console())
-    except HookstoreError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
+    with _errors_in_one_line(), hookstore.open(run) as opened:
+        _print_info(opened.info(), Console())
 
 
 def _print_info(held: hookstore.RunInfo, console: Console) -> None:
@@ -61,3 +73,44 @@ def _print_info(held: hookstore.RunInfo, console: Console) -> None:
     gaps = {status: count for status, count in held.statuses.items() if status != "ok"}
     noted = f"; {', '.join(f'{count:,} {status}' for status, count in gaps.items())}" if gaps else ""
     console.print(f"{held.num_captures:,} captures, {held.nbytes:,} bytes{noted}")
+
+
+@app.command()
+def bench(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory on the disk to measure", show_default=False)],
+    seconds: Annotated[float, typer.Option(min=1.0, help="about how long it takes")] = 10.0,
+) -> None:
+    """Print what a disk and this host sustain, and how much capturing training would feel."""
+    started = time.perf_counter()
+    from hookstore.bench import advice, measure
+
+    console = Console()
+    console.print(f"measuring {escape(str(directory))} for about {seconds:.0f} s", soft_wrap=True)
+    import_s = time.perf_counter() - started  # torch's is most of it
+    with _errors_in_one_line():
+        measured = measure(directory, seconds=max(seconds - import_s, 1.0))
+    _print_throughput(measured, console)
+    for sentence in advice(measured):
+        console.print(sentence)
+
+
+def _print_throughput(measured: Throughput, console: Console) -> None:
+    way = "O_DIRECT" if measured.is_direct else "through the page cache and synced: O_DIRECT is refused here"
+    rows = (
+        (f"raw sequential writes ({way})", "MB/s", 1e-6, ".0f"),
+        ("large tensors recorded, until durable", "MB/s", 1e-6, ".0f"),
+        ("copies in host memory", "MB/s", 1e-6, ".0f"),
+        ("small captures, until durable", "/s", 1, ".0f"),
+        ("one small capture: median", "µs", 1e6, ".1f"),
+        ("one small capture: 99th percentile", "µs", 1e6, ".1f"),
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("what", "median", "", "of rounds between"):
+        table.add_column(heading, justify="right" if heading == "median" else "left", no_wrap=heading != "what")
+    for (what, unit, scale, digits), median, lowest, highest in zip(rows, measured.median, measured.lowest, measured.highest, strict=True):
+        table.add_row(what, f"{median * scale:,{digits}}", unit, f"{lowest * scale:,{digits}} – {highest * scale:,{digits}}")
+    console.print(table)
+    console.print("small captures are 64×10 float32 of 100 layers; one takes so long on the training thread, over a hook that does nothing")
+    console.print(
+        f"{measured.num_rounds} rounds on {measured.num_cpus} CPUs, torch with {measured.num_torch_threads} threads; what was written is removed\n"
+    )

@@ -93,7 +93,7 @@ def test_version_is_one():
 
 FLOW = (
     *("errors", "format", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks"),
-    *("codecs", "files", "shards", "manifest", "arrays", "writer", "recorder", "captures", "run", "cli", "demo"),
+    *("codecs", "files", "shards", "manifest", "arrays", "writer", "recorder", "captures", "run", "bench", "cli", "demo"),
 )
 
 
@@ -129,6 +129,8 @@ def test_imports_follow_the_flow_of_data(module):
         ("crc32c", {"staging", "shards", "manifest", "writer"}),
         ("numcodecs", {"codecs"}),
         ("pyarrow", {"manifest", "captures", "run"}),
+        ("rich", {"cli", "demo"}),
+        ("typer", {"cli", "demo"}),
         ("zarr", {"arrays", "demo"}),
     ],
 )
