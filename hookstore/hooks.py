@@ -234,6 +234,7 @@ class ModelHooks:
         self._model = weakref.ref(model)
         self._sink = sink
         self._layers = [LayerHooks(layer, kinds, sink) for layer in layers]
+        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
         self._tick_hook = _TickHook(self)
         self._tick_handle: RemovableHandle | None = None
         self._step_handle = _count_steps(model, sink.clock)
@@ -257,6 +258,10 @@ class ModelHooks:
         self._install(wanted=clock.here() is not None)
 
     def _install(self, *, wanted: bool) -> None:
+        state = (wanted, self._sink.clock.is_automatic)
+        if state == self._state:
+            return
+        self._state = state
         for layer in self._layers:
             if wanted or (layer.name == "" and self._sink.clock.is_automatic):  # torch has listed the root's hooks before the clock ticks
                 layer.install()
