@@ -87,7 +87,11 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("backward", "int32", "which backward over that forward: 0, 1, …"),
     ("step", "int64", "optimizer steps done before the forward"),
     ("layer", "string", "qualified name from `named_modules()`; the root module is the empty string"),
-    ("kind", "string", "`activation`, `gradient`, `input` or `parameter`"),
+    (
+        "kind",
+        "string",
+        "`activation`, `gradient`, `input` or `parameter`; empty in a row that stands for a whole batch, left out for `max_slowdown`",
+    ),
     ("leaf", "string", "path inside a nested value, or the parameter's name; empty for a plain tensor"),
     ("rank", "int32", "rank of the recording process"),
     ("attempt", "int32", "how often the run had been taken up again"),
@@ -101,7 +105,7 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("offset", "int64", "first byte of the chunk in the shard"),
     ("length", "int64", "bytes of the chunk in the shard, its crc32c included"),
     ("crc32c", "uint32", "checksum of the chunk's encoded bytes"),
-    ("status", "string", "`ok`, `dropped` (no room), `skipped` (not a tensor to store) or `lost`"),
+    ("status", "string", "`ok`, `dropped` (no room), `skipped` (not a tensor to store, or no time for the batch) or `lost`"),
     ("reason", "string", "why the status is not `ok`"),
 )
 

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookstore.layout import Call
 from hookstore.nested import argument_leaves, tensor_leaves
-from hookstore.schedule import Clock
+from hookstore.schedule import Budget, Clock
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
@@ -40,6 +40,9 @@ class _InertCopy:
     """Base of hooks: a copied or pickled model gets, in the hook's place, a method of the standard library that does nothing."""
 
     __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -74,8 +77,10 @@ class LayerHooks:
         self.was_called = False
         self.watches: list[GradientWatch] = []
         self._module = weakref.ref(layer.module)
-        self._pre = _PreHook(self)
-        self._post = _PostHook(self)
+        self._pre: _InertCopy = _PreHook(self)
+        self._post: _InertCopy = _PostHook(self)
+        if sink.clock.budget is not None:
+            self._pre, self._post = _TimedHook(self._pre, sink.clock.budget), _TimedHook(self._post, sink.clock.budget)
         self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
@@ -202,6 +207,20 @@ class _PostHook(_InertCopy):
                 hooks.see(list(tensor_leaves(output)), output, call)
 
 
+class _TimedHook(_InertCopy):
+    """A hook whose time the budget counts."""
+
+    __slots__ = ("_budget", "_hook")
+
+    def __init__(self, hook: _InertCopy, budget: Budget) -> None:
+        self._hook = hook
+        self._budget = budget
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with self._budget.measured():
+            self._hook(*args, **kwargs)
+
+
 class _TickHook(_InertCopy):
     """Moves the automatic clock when the root module is called."""
 
@@ -262,6 +281,11 @@ class ModelHooks:
         if state == self._state:
             return
         self._state = state
+        budget = self._sink.clock.budget
+        with contextlib.nullcontext() if budget is None else budget.measured():
+            self._install_each(wanted=wanted)
+
+    def _install_each(self, *, wanted: bool) -> None:
         for layer in self._layers:
             if wanted or (layer.name == "" and self._sink.clock.is_automatic):  # torch has listed the root's hooks before the clock ticks
                 layer.install()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -26,7 +27,7 @@ from hookstore.files import sync_directory, write_atomically
 from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
 from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
-from hookstore.schedule import Batches, Clock, Placed, Schedule, When
+from hookstore.schedule import Batches, Budget, Clock, Placed, Schedule, When
 from hookstore.selection import Layer, LayerPattern, select_layers
 from hookstore.sink import TORCH_DTYPES, Sink
 from hookstore.staging import Stager
@@ -53,6 +54,8 @@ class Progress:
         Those that would survive a kill.
     num_dropped : int
         Captures dropped because the staging buffer was full.
+    num_skipped_batches : int
+        Batches left out to stay within ``max_slowdown``.
     lag_bytes, buffer_bytes : int
         Staging memory in use, and its size.
     """
@@ -62,6 +65,7 @@ class Progress:
     num_acknowledged: int
     acknowledged_bytes: int
     num_dropped: int
+    num_skipped_batches: int
     lag_bytes: int
     buffer_bytes: int
 
@@ -82,6 +86,7 @@ def record(
     buffer_bytes: int = 1 << 30,
     on_full: str = "block",
     on_error: str = "raise",
+    max_slowdown: float | None = None,
 ) -> Recorder:
     """Record a model's activations and gradients into a new run while it trains.
 
@@ -118,6 +123,9 @@ def record(
         When the buffer is full: wait for the writer, or drop the capture and say so in the manifest.
     on_error : "raise" or "disable"
         When the writer fails: raise its exception at the next capture, flush or close, or warn and stop capturing.
+    max_slowdown : float, optional
+        Leave out whole batches where recording them would make training slower by more than this share: 0.05 is 5 %. What counts is the time of the hooks
+        on the threads that train, waiting for the disk included, over the time of the training without it; each batch left out is a manifest row.
 
     Returns
     -------
@@ -143,6 +151,8 @@ def record(
         raise OptionError(f"buffer_bytes: expected at least {_LEAST_BUFFER_BYTES:,} bytes, got {buffer_bytes!r}", option="buffer_bytes")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in TORCH_DTYPES):
         raise OptionError(f"dtype: expected a floating-point torch.dtype such as torch.float16, got {dtype!r}", option="dtype")
+    if max_slowdown is not None:
+        _check_share("max_slowdown", max_slowdown)
     codecs = {name: codec_metadata(codec, name) for name in DTYPES}
     selected = select_layers(model, layers)
     description = {
@@ -150,6 +160,7 @@ def record(
         "every": schedule.every,
         "phases": sorted(schedule.phases),
         "dtype": None if dtype is None else TORCH_DTYPES[dtype],
+        "max_slowdown": max_slowdown,
         "codec": None if codecs["float32"] is None else json.loads(codecs["float32"]),
     }
     run_path = _create_run(path, model, selected, description)
@@ -165,6 +176,7 @@ def record(
             buffer_bytes=align(buffer_bytes, PAGE_BYTES),
             drop_when_full=on_full == "drop",
             disable_on_failure=on_error == "disable",
+            budget=None if max_slowdown is None else Budget(float(max_slowdown)),
         )
     except BaseException:
         shutil.rmtree(run_path, ignore_errors=True)  # what could not begin must not stand in the way of the next try
@@ -193,6 +205,7 @@ class Recorder:
         buffer_bytes: int,
         drop_when_full: bool,
         disable_on_failure: bool,
+        budget: Budget | None,
     ) -> None:
         self.path = path
         self._disable_on_failure = disable_on_failure
@@ -203,7 +216,7 @@ class Recorder:
             module = root()
             return "train" if module is None or module.training else "eval"
 
-        self._clock = Clock(schedule, phase)
+        self._clock = Clock(schedule, phase, budget)
         catalog = ArrayCatalog(every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs)
         pinned = any(parameter.is_cuda for parameter in model.parameters())
         self._stager = Stager(
@@ -217,6 +230,7 @@ class Recorder:
         self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure)
         self._hooks = ModelHooks(model, layers, kinds, self._sink)
         self._clock.on_tick = self._hooks.update
+        self._clock.on_skip = self._sink.skip_batch
         self._writer.start()
         self._hooks.update()
         _ACTIVE.add(self)
@@ -274,6 +288,7 @@ class Recorder:
             num_acknowledged=writer.num_acknowledged,
             acknowledged_bytes=writer.acknowledged_bytes,
             num_dropped=stager.num_dropped,
+            num_skipped_batches=0 if self._clock.budget is None else self._clock.budget.num_skipped,
             lag_bytes=stager.used_bytes,
             buffer_bytes=stager.arena_bytes,
         )
@@ -369,6 +384,11 @@ if hasattr(os, "register_at_fork"):
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise OptionError(f"{option}: expected {' or '.join(map(repr, choices))}, got {value!r}", option=option)
+
+
+def _check_share(option: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{option}: expected a share above 0 such as 0.05, got {value!r}", option=option)
 
 
 def _check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
+import threading
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, SupportsIndex, TypeVar
@@ -13,6 +16,7 @@ from hookstore.format import LARGEST_COORDINATE, PHASES
 
 Item = TypeVar("Item")
 When = int | Iterable[int] | Callable[[int], bool]
+_LONGEST_CREDIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +93,67 @@ class Schedule:
         return batch % self.every == 0 and _allows(self.batches, batch) and _allows(self.epochs, epoch)
 
 
+class Budget:
+    """Keeps what recording takes from training within a share of its time, by leaving out whole batches.
+
+    Time that passes while nothing is recorded earns credit, the hooks' own time on the training threads (waiting for room in the staging buffer
+    included) spends it. A batch is recorded when there is credit for what the batches before it cost. What the writer's threads take from the host is
+    not seen here.
+
+    Parameters
+    ----------
+    max_slowdown : float
+        The share: 0.05 lets a training of 100 s take 105 s.
+    now : callable
+        Gives the time in seconds.
+    """
+
+    def __init__(self, max_slowdown: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self.max_slowdown = max_slowdown
+        self.num_skipped = 0
+        self._now = now
+        self._lock = threading.Lock()
+        self._spent_s = 0.0  # since the batch began
+        self._began_at = now()
+        self._credit_s = 0.0
+        self._cost_s: float | None = None  # of a batch that is recorded
+        self._is_recorded = False
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what is done in here as the recorder's own time; on any thread, not nested."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            took_s = self._now() - started
+            with self._lock:
+                self._spent_s += took_s
+
+    def begin_batch(self, *, wanted: bool) -> bool:
+        """Account for the batch that ends, and say whether the one that begins is to be recorded.
+
+        Parameters
+        ----------
+        wanted : bool
+            Whether the schedule asks for it.
+        """
+        now = self._now()
+        with self._lock:
+            spent_s, self._spent_s = self._spent_s, 0.0
+        if self._is_recorded:
+            self._cost_s = spent_s if self._cost_s is None else (self._cost_s + spent_s) / 2
+        cost_s = self._cost_s or 0.0
+        earned_s = self.max_slowdown * max(0.0, now - self._began_at - spent_s)
+        # A pause of an hour must not pay for an hour of slow steps.
+        most_s = max(cost_s, self.max_slowdown * _LONGEST_CREDIT_S)
+        self._credit_s = min(self._credit_s + earned_s, most_s) - spent_s
+        self._began_at = now
+        self._is_recorded = wanted and self._credit_s >= cost_s
+        self.num_skipped += wanted and not self._is_recorded
+        return self._is_recorded
+
+
 class Clock:
     """Says under which phase, epoch and batch a forward is filed.
 
@@ -101,12 +166,16 @@ class Clock:
         What is recorded.
     phase : callable
         Gives the phase of the root module now.
+    budget : Budget or None
+        Leaves out batches that the schedule asks for.
     """
 
-    def __init__(self, schedule: Schedule, phase: Callable[[], str]) -> None:
+    def __init__(self, schedule: Schedule, phase: Callable[[], str], budget: Budget | None = None) -> None:
         self.step = 0
         self.epoch_batches: int | None = schedule.num_batches
+        self.budget = budget
         self.on_tick: Callable[[], None] = lambda: None
+        self.on_skip: Callable[[Coordinates], None] = lambda _: None
         self._schedule = schedule
         self._phase = phase
         self._epoch = 0
@@ -125,7 +194,7 @@ class Clock:
     def may_record(self) -> bool:
         """Whether this batch can be recorded; exact while a position is set, true while the clock is automatic."""
         where = self._position.where
-        return where is None or self._schedule.wants(*where)
+        return where is None or (not self._position.is_skipped and self._schedule.wants(*where))
 
     def here(self) -> Coordinates | None:
         """Return where a forward that begins now is filed, or ``None`` if it is not recorded."""
@@ -143,7 +212,7 @@ class Clock:
         else:
             epoch, batch = where
             self._counted[phase] = max(self._counted[phase], batch)
-        recorded = phase in self._schedule.phases and self._schedule.wants(epoch, batch)
+        recorded = phase in self._schedule.phases and not self._position.is_skipped and self._schedule.wants(epoch, batch)
         return Coordinates(phase, epoch, batch) if recorded else None
 
     def tick(self) -> None:
@@ -152,7 +221,10 @@ class Clock:
             phase = self._phase()
             self._counted[phase] += 1
             self._position.resolved.pop(phase, None)
-            self.was_due |= self.here() is not None
+            here = self.here()
+            self.was_due |= here is not None
+            if not self._allows(here):
+                self._position.resolved[phase] = None
 
     def at(self, epoch: SupportsIndex, batch: SupportsIndex) -> Placed:
         """Set the position by hand; see `Recorder.at`."""
@@ -193,7 +265,17 @@ class Clock:
             if epoch != self._epoch:
                 self._epoch = epoch
                 self._counted = dict.fromkeys(PHASES, -1)
+            phase = self._phase()
+            is_due = phase in self._schedule.phases and self._schedule.wants(epoch, batch)
+            frame.position.is_skipped = not self._allows(Coordinates(phase, epoch, batch) if is_due else None)
         self._show_top()
+
+    def _allows(self, coordinates: Coordinates | None) -> bool:
+        """Let the budget decide about a batch that begins and, where there are coordinates, is to be recorded; note one that is left out."""
+        if self.budget is None or self.budget.begin_batch(wanted=coordinates is not None) or coordinates is None:
+            return True
+        self.on_skip(coordinates)
+        return False
 
     def _leave(self, frame: _Frame) -> None:
         """Take a frame away, wherever it stands: loops may end in any order."""
@@ -217,10 +299,11 @@ class Clock:
 class _Position:
     """A place in training, with the coordinates it gave to each phase: who comes back to it goes on counting calls where they stood."""
 
-    __slots__ = ("resolved", "where")
+    __slots__ = ("is_skipped", "resolved", "where")
 
     def __init__(self, where: tuple[int, int] | None) -> None:
         self.where = where
+        self.is_skipped = False  # by the budget
         self.resolved: dict[str, Coordinates | None] = {}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.format import DTYPES
 from hookstore.layout import Array, Call, Capture
-from hookstore.schedule import Clock
+from hookstore.schedule import Clock, Coordinates
 from hookstore.staging import Stager
 
 TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -115,6 +115,24 @@ class Sink:
             where = capture.coordinates
             warnings.warn(
                 f"{capture.kind} of layer {capture.layer!r} was not captured, first in epoch {where.epoch}, batch {where.batch}: {reason}",
+                CaptureWarning,
+                stacklevel=2,
+            )
+
+    def skip_batch(self, coordinates: Coordinates) -> None:
+        """Note that a batch was left out to stay within the budget."""
+        budget = self.clock.budget
+        if not self.is_active or budget is None:
+            return
+        reason = f"recording it would have gone over max_slowdown={budget.max_slowdown}"
+        capture = Capture("", "", "", "", coordinates, 0, 0, self.clock.step, (), time.time_ns() // 1000, status="skipped", reason=reason)
+        try:
+            self._stager.note(capture)
+        except BaseException as error:
+            self._failed(error, capture)
+        if budget.num_skipped == 1:
+            warnings.warn(
+                f"batches are being left out, first batch {coordinates.batch} of epoch {coordinates.epoch}: {reason} (the manifest lists every one)",
                 CaptureWarning,
                 stacklevel=2,
             )

@@ -97,7 +97,12 @@ class GradientWatch:
     def _put(self, gradient: torch.Tensor) -> None:
         backward = self._backward
         self._backward += 1
-        self._sink.put(self._layer, "gradient", self._leaf, gradient, self._call, backward)
+        budget = self._sink.clock.budget
+        if budget is None:
+            self._sink.put(self._layer, "gradient", self._leaf, gradient, self._call, backward)
+        else:
+            with budget.measured():
+                self._sink.put(self._layer, "gradient", self._leaf, gradient, self._call, backward)
 
 
 class _Version:
