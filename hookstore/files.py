@@ -20,7 +20,7 @@ _LONGEST_WRITE = 0x7FFF_F000
 _MAX_OPEN_FILES = 512
 _EMPTY_WRITES = 8
 _SINK_BYTES = 4 << 20
-_RECORDS_IN_MEMORY_BYTES = 16 << 10
+_RECORDS_PER_PIECE = 256  # what a shard keeps in memory of each kind of record before it goes to the spool
 _SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
 
 
@@ -281,26 +281,31 @@ class Spool:
         self._directory = directory
         self._file: IO[bytes] | None = None
         self._end = 0
+        self._free: dict[int, list[int]] = {}  # by size: pieces come in few sizes
 
-    def append(self, contents: bytes) -> int:
-        """Write bytes, and return where they begin."""
+    def write(self, contents: bytes) -> int:
+        """Write a piece, and return where it begins."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115  # open for as long as the recording
-        start = self._end
-        view = memoryview(contents)
-        while view:
-            count = os.pwrite(self._file.fileno(), view, self._end)
-            self._end += count
-            view = view[count:]
+        free = self._free.get(len(contents))
+        start = free.pop() if free else self._end
+        self._end = max(self._end, start + len(contents))
+        written = 0
+        while written < len(contents):
+            written += os.pwrite(self._file.fileno(), memoryview(contents)[written:], start + written)
         return start
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return bytes that were appended."""
+        """Return a piece."""
         assert self._file is not None
         contents = os.pread(self._file.fileno(), num_bytes, start)
         if len(contents) != num_bytes:
             raise OSError(errno.EIO, f"a spooled piece of {num_bytes:,} bytes has only {len(contents):,}", self._directory)
         return contents
+
+    def release(self, start: int, num_bytes: int) -> None:
+        """Let another piece of that size take the place of one."""
+        self._free.setdefault(num_bytes, []).append(start)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -323,25 +328,33 @@ class SpooledRecords:
     def __init__(self, spool: Spool, dtype: np.dtype[Any]) -> None:
         self._spool = spool
         self._dtype = dtype
-        self._newest: list[np.ndarray[Any, Any]] = []
-        self._num_newest = 0
-        self._num_spooled = 0
-        self._pieces: list[tuple[int, int]] = []  # (start, bytes) in the spool
+        self._piece_bytes = _RECORDS_PER_PIECE * dtype.itemsize
+        self._newest: list[bytes] = []
+        self._num_newest_bytes = 0
+        self._pieces: list[int] = []  # where they begin in the spool
 
     def __len__(self) -> int:
-        return self._num_spooled + self._num_newest
+        return (len(self._pieces) * self._piece_bytes + self._num_newest_bytes) // self._dtype.itemsize
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Keep a copy of records."""
-        self._newest.append(records.astype(self._dtype))
-        self._num_newest += len(records)
-        if self._num_newest * self._dtype.itemsize >= _RECORDS_IN_MEMORY_BYTES:
-            contents = np.concatenate(self._newest).tobytes()
-            self._pieces.append((self._spool.append(contents), len(contents)))
-            self._num_spooled += self._num_newest
-            self._newest, self._num_newest = [], 0
+        self._newest.append(records.tobytes())
+        self._num_newest_bytes += records.nbytes
+        if self._num_newest_bytes >= self._piece_bytes:
+            contents = b"".join(self._newest)
+            num_whole = len(contents) // self._piece_bytes * self._piece_bytes
+            for start in range(0, num_whole, self._piece_bytes):
+                self._pieces.append(self._spool.write(contents[start : start + self._piece_bytes]))
+            self._newest = [contents[num_whole:]]
+            self._num_newest_bytes = len(contents) - num_whole
 
     def read(self) -> np.ndarray[Any, Any]:
         """Return all of them, in their order."""
-        spooled = [np.frombuffer(self._spool.read(*piece), dtype=self._dtype) for piece in self._pieces]
-        return np.concatenate([*spooled, *self._newest]) if spooled or self._newest else np.empty(0, dtype=self._dtype)
+        spooled = [self._spool.read(start, self._piece_bytes) for start in self._pieces]
+        return np.frombuffer(b"".join([*spooled, *self._newest]), dtype=self._dtype)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for start in self._pieces:
+            self._spool.release(start, self._piece_bytes)
+        self._pieces, self._newest, self._num_newest_bytes = [], [], 0

@@ -203,6 +203,10 @@ class ShardRows:
             return []
         return [make_batch([replace(self._first, shapes=list(self._shapes), numbers=self._numbers.read())])]
 
+    def clear(self) -> None:
+        """Forget the rows."""
+        self._numbers.clear()
+
 
 def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> bytes:
     """Serialise the rows that a shard carries as an Arrow IPC stream, after those that it carried before."""

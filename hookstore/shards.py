@@ -221,6 +221,7 @@ class ShardWriter:
         index = np.full((self.spec.num_entries, 2), MISSING, dtype="<u8")
         noted = self._entries.read()
         index[noted["entry"], 0], index[noted["entry"], 1] = noted["offset"], noted["length"]
+        self._entries.clear()
         index_bytes = index.tobytes()
         tail = (
             struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows))

@@ -515,7 +515,9 @@ class Writer:
             return
         self._acknowledge()  # a shard carries its rows
         for shard in shards:
-            shard.finish(rows_to_stream(self._rows_of.pop(shard).batches, shard.earlier_rows))
+            rows = self._rows_of.pop(shard)
+            shard.finish(rows_to_stream(rows.batches, shard.earlier_rows))
+            rows.clear()
         sync_paths([shard.path for shard in shards], self._run_path)
         self._arrays.grow()
         for shard in shards:
