@@ -169,8 +169,8 @@ def describe_machine(machine: Info) -> str:
 
 def add_capture(figures: Figures, info: Info) -> None:
     """Add durable bulk capture."""
-    num_tensors, num_files = info["num_tensors"], info["num_files"]
-    size = f"{num_tensors['hookstore']} × {info['tensor_bytes'] / 1e6:.1f} MB, {num_files['hookstore']} files"
+    num_tensors = info["num_tensors"]
+    size = f"{num_tensors['hookstore']} × {info['tensor_bytes'] / 1e6:.1f} MB, {info['num_files']} files"
     figures.section(info, f"durable bulk capture, {size}")
     figures.row(f"raw pwrite, {'O_DIRECT' if info['raw_is_direct'] else 'buffered: no O_DIRECT here'}", throughput(info, "raw"))
     figures.row("hookstore", throughput(info, "hookstore"), speed(info, "hookstore", "raw"), goal=Goal("≥", 0.95), of="raw's speed")
