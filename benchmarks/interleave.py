@@ -7,10 +7,9 @@ median of those ratios.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 Round = dict[str, float]
 """What one round of one contender measured: ``seconds``, which is compared, ``wall_s``, ``cpu_s``, and what the contender adds."""
+
+Spread = dict[str, float]
+"""Median and range over the rounds: ``median``, ``low``, ``high``."""
 
 
 class Contender(Protocol):
@@ -35,10 +37,11 @@ def interleave(
     contenders: Mapping[str, Contender],
     *,
     rounds: int,
+    warmup_rounds: int = 1,
     prepare: Callable[[], None] = lambda: None,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Round]]:
-    """Time every contender in turn, after one round that warms up.
+    """Time every contender in turn, after rounds that warm up.
 
     The last contender is the one that pytest-benchmark times as the benchmark; the others take their turns in its setup.
 
@@ -48,8 +51,8 @@ def interleave(
         The fixture.
     contenders : mapping
         By name, in the order of their turns. Put beside each other what is to be compared most closely.
-    rounds : int
-        Rounds that count.
+    rounds, warmup_rounds : int
+        Rounds that count, and rounds before them that do not.
     prepare : callable
         Called before each turn, outside the time.
     finish : callable
@@ -84,11 +87,18 @@ def interleave(
             verify(name)
         get_ready()
 
-    benchmark.pedantic(take_turn, args=(subject,), setup=let_others, teardown=verify, rounds=rounds, warmup_rounds=1)
+    benchmark.pedantic(take_turn, args=(subject,), setup=let_others, teardown=verify, rounds=rounds, warmup_rounds=warmup_rounds)
     return {name: taken[-rounds:] for name, taken in measured.items()}
 
 
-def report(benchmark: BenchmarkFixture, measured: Mapping[str, list[Round]], *, num_bytes: int, **facts: Any) -> None:
+def report(
+    benchmark: BenchmarkFixture,
+    measured: Mapping[str, list[Round]],
+    *,
+    num_bytes: int | Mapping[str, int],
+    figures: Mapping[str, Iterable[float]] | None = None,
+    **facts: Any,
+) -> None:
     """Put what was measured into the benchmark's ``extra_info``.
 
     Parameters
@@ -97,26 +107,39 @@ def report(benchmark: BenchmarkFixture, measured: Mapping[str, list[Round]], *, 
         The fixture.
     measured : mapping
         From `interleave`.
-    num_bytes : int
-        Bytes that ``seconds`` stands for.
+    num_bytes : int or mapping
+        Bytes that ``seconds`` stands for, of each contender if they differ. Times are compared per byte.
+    figures : mapping, optional
+        Figures made of several contenders: of each its value in every round.
     **facts : Any
         What else a reader of the numbers should know; JSON.
     """
+    bytes_of = {name: num_bytes if isinstance(num_bytes, int) else num_bytes[name] for name in measured}
     contenders = {}
     for name, rounds in measured.items():
         medians = {key: statistics.median(taken[key] for taken in rounds) for key in rounds[0]}
-        contenders[name] = {"bytes_per_s": num_bytes / medians["seconds"], "median": medians, "rounds": rounds}
+        speeds = spread(bytes_of[name] / taken["seconds"] for taken in rounds)
+        contenders[name] = {"num_bytes": bytes_of[name], "bytes_per_s": speeds, "median": medians, "rounds": rounds}
+
+    def ratios(key: str) -> dict[str, dict[str, Spread]]:
+        per_byte = {name: [taken[key] / bytes_of[name] for taken in rounds] for name, rounds in measured.items()}
+        return {
+            name: {other: spread(ours / theirs for ours, theirs in zip(per_byte[name], per_byte[other], strict=True)) for other in measured}
+            for name in measured
+        }
+
     benchmark.extra_info.update(
-        num_bytes=num_bytes,
         torch_threads=torch.get_num_threads(),
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        num_rounds=len(next(iter(measured.values()))),
         contenders=contenders,
-        time_ratios={name: {other: _spread(measured[name], measured[other]) for other in measured} for name in measured},
+        time_ratios=ratios("seconds"),
+        cpu_ratios=ratios("cpu_s"),
+        figures={name: spread(values) for name, values in (figures or {}).items()},
         **facts,
     )
 
 
-def _spread(rounds: list[Round], others: list[Round]) -> dict[str, float]:
-    """Return median and range of the ratios between the times of each round."""
-    ratios = [taken["seconds"] / other["seconds"] for taken, other in zip(rounds, others, strict=True)]
-    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+def spread(values: Iterable[float]) -> Spread:
+    """Return median and range."""
+    found = list(values)
+    return {"median": statistics.median(found), "low": min(found), "high": max(found)}

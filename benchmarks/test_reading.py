@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import torch
 import zarr
 from conftest import Scale, Scratch
 from interleave import interleave, report
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import nn
+from workloads import Workload, read_all
 
 import hookstore
 from hookstore.format import LAYERS_DIR
@@ -35,23 +34,19 @@ class Library:
 
     def __init__(self, scratch: Scratch, num_batches: int) -> None:
         scratch.renew()
-        generator = torch.Generator().manual_seed(0)
-        self.arrays = [torch.randn(SHAPE, generator=generator).numpy() for _ in range(num_batches)]
+        workload = Workload(1, num_batches, SHAPE, num_distinct=num_batches)
+        self.arrays = [tensor.numpy() for _, _, tensor in workload]
         self.checksums = [checksum(array) for array in self.arrays]
         self.run_path = scratch.path / "run"
         self.npy_paths = [scratch.path / f"{batch}.npy" for batch in range(num_batches)]
-        model = nn.Sequential(nn.Identity())
+        model = workload.model()
         with hookstore.record(model, self.run_path) as recorder:
-            for array in recorder.batches(self.arrays, epoch=0):
-                model(torch.from_numpy(array))
+            for batch in recorder.batches(range(num_batches), epoch=0):
+                model[0](workload.batch(batch)[0])
         for path, array in zip(self.npy_paths, self.arrays, strict=True):
             np.save(path, array)
         os.sync()
-        for path in scratch.path.rglob(
-            "*"
-        ):  # whoever reads a file first decides in how large pieces it is cached: let that be none of the contenders
-            if path.is_file():
-                path.read_bytes()
+        read_all(scratch.path)
 
 
 class Reading:
