@@ -49,6 +49,11 @@ class FreeList:
         self._alignment = alignment_bytes
         self._holes: list[list[int]] = [[0, self.num_bytes]] if self.num_bytes else []
 
+    @property
+    def largest_hole_bytes(self) -> int:
+        """Size of the largest piece that can be taken."""
+        return max((hole[1] - hole[0] for hole in self._holes), default=0)
+
     def take(self, num_bytes: int) -> int | None:
         """Return the offset of a free piece, or ``None`` if no hole is large enough."""
         wanted = align(num_bytes, self._alignment)

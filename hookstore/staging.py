@@ -466,21 +466,16 @@ class Stager:
                         return region
                     self._close_region(region)
                 if not self._waiting or self._waiting[0] is ticket:
-                    smallest = _smallest_region(array)
-                    share = (
-                        self.arena_bytes // (2 * len(self._open) + 2) // PAGE_BYTES * PAGE_BYTES
-                    )  # many arrays must not fill the arena with room for more
-                    for num_bytes in (max(smallest, min(array.region_bytes, share)), smallest):
-                        offset = self._free.take(num_bytes)
-                        if offset is not None:
-                            try:
-                                return self._make_region(array, shard, offset, num_bytes)
-                            except BaseException:
-                                self._free.give_back(offset, num_bytes)
-                                raise
-                # No room: let the writer have what is partly filled, and wait in the order of arrival so that a large capture is not starved.
-                for partly_filled in list(self._open):
-                    self._close_region(partly_filled)
+                    num_bytes = self._next_region_bytes(array)
+                    offset = self._free.take(num_bytes)
+                    if offset is not None:
+                        try:
+                            return self._make_region(array, shard, offset, num_bytes)
+                        except BaseException:
+                            self._free.give_back(offset, num_bytes)
+                            raise
+                # No room: wait in the order of arrival, so that a large capture is not starved.
+                self._close_if_writer_is_idle()
                 if self._drop:
                     return None
                 if ticket is None:
@@ -491,6 +486,20 @@ class Stager:
             if ticket is not None:
                 self._waiting.remove(ticket)
                 self._room.notify_all()
+
+    def _next_region_bytes(self, array: Array) -> int:
+        """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
+        smallest = _smallest_region(array)
+        share = (
+            self.arena_bytes // (2 * len(self._open) + 2) // PAGE_BYTES * PAGE_BYTES
+        )  # many arrays must not fill the arena with room for more
+        return max(smallest, min(array.region_bytes, share, self._free.largest_hole_bytes))
+
+    def _close_if_writer_is_idle(self) -> None:
+        """Let the writer have what is partly filled, unless it has something that will make room: small pieces cost it as much as large ones."""
+        if len(self._outstanding) == len(self._open) + len(self._closing):
+            for region in list(self._open):
+                self._close_region(region)
 
     def _wait_for_room(self) -> None:
         if self.failure is not None:
@@ -557,8 +566,7 @@ class Stager:
             self._waiting.append(ticket)
             try:
                 while self._waiting[0] is not ticket or (offset := self._free.take(num_bytes)) is None:
-                    for partly_filled in list(self._open):
-                        self._close_region(partly_filled)
+                    self._close_if_writer_is_idle()
                     self._wait_for_room()
             finally:
                 self._waiting.remove(ticket)
