@@ -273,7 +273,7 @@ class Captures:
         indexes = self.run._indexes
         key = (self.layer, self.kind)
         if key not in indexes:
-            indexes[key] = RowIndex(self.run._rows_of(self.layer, self.kind))
+            indexes[key] = RowIndex(self.run._rows_with(layer=self.layer, kind=self.kind))
         return indexes[key]
 
     @property
@@ -356,12 +356,10 @@ class Samples:
                 f"{captures._name} has captures of shape {shape}, too few dimensions for dims={dims}; read them with .get()",
                 option="dims",
             )
-        num_dims, sizes = captures._index.shapes(self._positions)
-        dtypes = captures._index.codes("dtype", self._positions)
+        dtypes, num_dims = captures._index.kinds_of(self._positions)
         is_other = (num_dims != len(shape)) | (dtypes != dtypes[0])
-        if (num_dims == len(shape)).all():
-            sizes = sizes.reshape(len(num_dims), len(shape))
-            is_other |= (sizes[:, dims:] != shape[dims:]).any(axis=1)
+        sizes = captures._index.sizes(self._positions[~is_other], len(shape))
+        is_other[~is_other] = (sizes[:, dims:] != shape[dims:]).any(axis=1)
         if is_other.any():
             raise self._differ(np.flatnonzero(is_other), shape, dims)
         leading = sizes[:, :dims]
@@ -539,11 +537,11 @@ class RowIndex:
     """
 
     def __init__(self, coded: pa.Table) -> None:
-        self.coded = coded.combine_chunks()
+        self.coded = coded
         self._texts: dict[str, list[str]] = {}
         self._columns = {name: self._column(name) for name in (*_COORDINATES, "leaf", "status", *_PLACE)}
         shapes = self.coded["shape"].combine_chunks()
-        self._shape_ends, self._sizes = shapes.offsets.to_numpy(), shapes.values.to_numpy()
+        self._shape_ends, self._sizes = np.from_dlpack(shapes.offsets), np.from_dlpack(shapes.values)
         # Stable, so that of rows with equal coordinates the one acknowledged last comes last.
         self._order = np.lexsort([self._columns[name] for name in reversed(_COORDINATES)])
         self._sorted = {name: self._columns[name][self._order] for name in _COORDINATES[:-1]}
@@ -551,10 +549,10 @@ class RowIndex:
     def _column(self, name: str) -> np.ndarray[Any, Any]:
         """Return a column as numbers; those of text count into the texts kept aside."""
         column = self.coded[name].combine_chunks()
-        if name not in TEXT_COLUMNS:
-            return np.asarray(column.to_numpy())
-        self._texts[name] = column.dictionary.to_pylist()
-        return np.asarray(column.indices.to_numpy())
+        if name in TEXT_COLUMNS:
+            self._texts[name] = column.dictionary.to_pylist()
+            column = column.indices
+        return np.asarray(np.from_dlpack(column))  # (Arrow's own to_numpy first imports pandas where there is one)
 
     @cached_property
     def rows(self) -> pa.Table:
@@ -574,14 +572,13 @@ class RowIndex:
         place["shape"] = self._sizes[self._shape_ends[position] : self._shape_ends[position + 1]].tolist()
         return place
 
-    def shapes(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the number of dimensions at each of those positions, and all their sizes in one row."""
-        shapes = self.coded["shape"].combine_chunks().take(pa.array(positions))
-        return np.diff(shapes.offsets.to_numpy()), np.asarray(shapes.values.to_numpy())
+    def kinds_of(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return a number that stands for the dtype, and the number of dimensions, at those positions."""
+        return self._columns["dtype"][positions], self._shape_ends[positions + 1] - self._shape_ends[positions]
 
-    def codes(self, name: str, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return numbers that stand for the texts of a column at those positions."""
-        return np.asarray(self._columns[name][positions])
+    def sizes(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
+        """Return the shapes at those positions, which all have that number of dimensions, a line for each."""
+        return np.asarray(self._sizes[self._shape_ends[positions][:, None] + np.arange(num_dims)])
 
     def _code(self, name: str, value: str) -> int:
         return self._texts[name].index(value) if value in self._texts[name] else -1
@@ -602,8 +599,9 @@ class RowIndex:
         """Of the captures of a phase and leaf return the last of each forward: its position, in order of epoch, batch and call."""
         positions = self.only_leaf(self.captured(phase), leaf)
         forwards = np.stack([self._columns[name][positions] for name in ("epoch", "batch", "call")])
-        is_last = np.append((forwards[:, 1:] != forwards[:, :-1]).any(axis=0), [True] * bool(positions.size))
-        return np.asarray(positions[is_last.astype(bool)])
+        is_last = np.ones(len(positions), dtype=bool)
+        is_last[:-1] = (forwards[:, 1:] != forwards[:, :-1]).any(axis=0)
+        return np.asarray(positions[is_last])
 
     def leaves(self, positions: np.ndarray[Any, Any]) -> list[str]:
         """Leaf paths at those positions."""

@@ -354,8 +354,9 @@ def _read_part(path: str, crc: int) -> pa.Table:
             f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
         )
     try:
-        rows = pq.read_table(pa.BufferReader(contents), page_checksum_verification=True, read_dictionary=list(TEXT_COLUMNS))
-        return _checked(rows, CODED_SCHEMA)
+        # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
+        part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=list(TEXT_COLUMNS), page_checksum_verification=True)
+        return _checked(part.read(), CODED_SCHEMA)
     except _NONSENSE as error:
         raise CorruptRunError(f"manifest part {path} holds what no writer of this format wrote: {error}", path=path) from error
 

@@ -204,7 +204,7 @@ class Run:
 
     @cached_property
     def _captured(self) -> pa.Table:
-        return self._rows.filter(_equals(self._rows["status"], "ok"))
+        return self._rows_with(status="ok")
 
     def __getitem__(self, layer: str) -> LayerRun:
         """Return one layer, by its name or an alias.
@@ -243,7 +243,7 @@ class Run:
         groups = []
         for layer in self.layers:
             for kind in KINDS:
-                rows = self._rows_of(layer, kind)
+                rows = self._rows_with(layer=layer, kind=kind)
                 if rows.num_rows:
                     groups.append(_summary(layer, kind, rows))
         return RunInfo(
@@ -256,8 +256,18 @@ class Run:
             groups=groups,
         )
 
-    def _rows_of(self, layer: str, kind: str) -> pa.Table:
-        return self._rows.filter(pc.and_(_equals(self._rows["layer"], layer), _equals(self._rows["kind"], kind)))
+    def _rows_with(self, **texts: str) -> pa.Table:
+        """Return the rows that have these texts in these columns, still coded."""
+        is_wanted = np.ones(self._rows.num_rows, dtype=bool)
+        for name, text in texts.items():
+            column = self._rows[name]
+            known = column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
+            code = known.index(text) if text in known else -1
+            codes = [np.empty(0, dtype=np.int32), *(np.from_dlpack(chunk.indices) for chunk in column.chunks)]
+            is_wanted &= np.concatenate(codes) == code
+        # (Arrow's own comparisons take five times as long, and first import pandas where there is one)
+        bits = pa.py_buffer(np.packbits(is_wanted, bitorder="little"))
+        return self._rows.filter(pa.Array.from_buffers(pa.bool_(), len(is_wanted), [None, bits]))
 
     def read(self, row: dict[str, Any]) -> np.ndarray[Any, Any]:
         """Read the tensor of one manifest row.
@@ -407,13 +417,6 @@ def _numpy_dtype(row: dict[str, Any], dtype: DType) -> np.dtype[Any]:
     if dtype.numpy is None:
         raise OptionError(f"{_place(row)} has dtype {dtype.name}, which NumPy does not have; read it with .tensor()", option="dtype")
     return np.dtype(getattr(ml_dtypes, dtype.numpy, None) or dtype.numpy)
-
-
-def _equals(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
-    """Say which rows of a text column hold a text: by its number, as Arrow would compare the texts themselves."""
-    dictionary = column.chunk(0).dictionary if column.num_chunks else pa.array([], type=pa.string())
-    number = pc.index(dictionary, text).as_py()
-    return pa.chunked_array([pc.equal(chunk.indices, number) for chunk in column.chunks], type=pa.bool_())
 
 
 def _place(row: dict[str, Any]) -> str:
