@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from hookstore.run import Run
 
+_TOGETHER_BYTES = 512 << 10  # rows that are gathered at once, so that they go on to their places while they are in the cache
 _COORDINATES = ("phase", "epoch", "batch", "call", "backward")
 _PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason")
 
@@ -451,15 +452,21 @@ class Samples:
         """Return the bytes of rows, shape (number of rows, bytes of a row)."""
         if not self._row_bytes or not wanted.size:
             return np.empty((wanted.size, self._row_bytes), dtype=np.uint8)
-        order = np.argsort(wanted)  # as they lie in the shards: neighbours share pages
+        order = np.argsort(wanted)  # as they lie in the shards: found faster, and neighbours share pages
         rows = wanted[order]
         captures = self._starts.searchsorted(rows, "right") - 1
         self._check(captures)
         sources = self._source_of[captures]
         by_source = np.argsort(sources, kind="stable")
         order, rows, captures, sources = order[by_source], rows[by_source], captures[by_source], sources[by_source]
+        stretches = list(_stretches(sources))
+        source = self._sources[int(sources[0])]
+        if len(stretches) == 1 and source.codec is None:
+            offsets = np.empty(len(order), dtype=np.int64)
+            offsets[order] = self._locate(source, rows, captures)
+            return self._read(source, offsets)
         out = np.empty((wanted.size, self._row_bytes), dtype=np.uint8)
-        for low, high in _stretches(sources):
+        for low, high in stretches:
             self._gather_from(self._sources[int(sources[low])], rows[low:high], captures[low:high], out, order[low:high])
         return out
 
@@ -486,37 +493,41 @@ class Samples:
         places: np.ndarray[Any, Any],
     ) -> None:
         """Copy the bytes of rows of one source to their places in ``out``; rows of one capture follow each other."""
-        dims = self._leading.shape[1]
-        padded_shape = source.chunk_shape[dims:]
-        piece_bytes = math.prod(padded_shape) * self.dtype.itemsize
-        is_padded = padded_shape != self.shape[1:]
-        pieces = np.empty((len(rows), piece_bytes), dtype=np.uint8) if is_padded else out
-        targets = np.arange(len(rows)) if is_padded else places
-        offsets = self._offsets[captures] + self._offsets_inside(source.chunk_shape, rows - self._starts[captures], captures)
-        run, index = self._captures.run, self._captures._index
+        offsets = self._locate(source, rows, captures)
         if source.codec is None:
-            run._reader.gather(source.array, source.shard, offsets, pieces, targets)
-        else:
-            for low, high in _stretches(captures):
-                chunk, _ = run._locate(index.place(int(self._positions[captures[low]])))
-                gather_pieces(run._reader.read(*chunk), offsets[low:high], pieces, targets[low:high])
-        if is_padded:
-            elements = pieces.view(f"V{self.dtype.itemsize}").reshape(len(rows), *padded_shape)
-            kept = elements[(slice(None), *map(slice, self.shape[1:]))]
-            out[places] = np.ascontiguousarray(kept).reshape(len(rows), -1).view(np.uint8)
+            together = max(1, _TOGETHER_BYTES // self._row_bytes)
+            for low in range(0, len(rows), together):
+                out[places[low : low + together]] = self._read(source, offsets[low : low + together])
+            return
+        run, index = self._captures.run, self._captures._index
+        for low, high in _stretches(captures):
+            chunk, _ = run._locate(index.place(int(self._positions[captures[low]])))
+            out[places[low:high]] = self._read(source, offsets[low:high], run._reader.read(*chunk))
 
-    def _offsets_inside(
-        self, chunk_shape: tuple[int, ...], positions: np.ndarray[Any, Any], captures: np.ndarray[Any, Any]
-    ) -> np.ndarray[Any, Any]:
-        """Return where rows begin inside their chunks, in bytes; they are counted in the captures' true shapes."""
+    def _locate(self, source: _Source, rows: np.ndarray[Any, Any], captures: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return where rows of one source begin there, or inside their decoded chunks, in bytes."""
         dims = self._leading.shape[1]
-        stride = math.prod(chunk_shape[dims:]) * self.dtype.itemsize
-        offsets = np.zeros(len(positions), dtype=np.int64)
-        for axis in range(dims - 1, 0, -1):
+        stride = math.prod(source.chunk_shape[dims:]) * self.dtype.itemsize
+        offsets, positions = self._offsets[captures], rows - self._starts[captures]
+        for axis in range(dims - 1, 0, -1):  # counted in the captures' true shapes, they lie in the chunks' shape
             positions, along = np.divmod(positions, self._leading[captures, axis])
             offsets += along * stride
-            stride *= chunk_shape[axis]
+            stride *= source.chunk_shape[axis]
         return np.asarray(offsets + positions * stride)
+
+    def _read(self, source: _Source, offsets: np.ndarray[Any, Any], decoded: memoryview | None = None) -> np.ndarray[Any, Any]:
+        """Return the bytes of the rows at those offsets, without padding."""
+        padded_shape = source.chunk_shape[self._leading.shape[1] :]
+        num_bytes = math.prod(padded_shape) * self.dtype.itemsize
+        if decoded is None:
+            pieces = self._captures.run._reader.gather(source.array, source.shard, offsets, num_bytes)
+        else:
+            pieces = gather_pieces(decoded, offsets, num_bytes)
+        if padded_shape == self.shape[1:]:
+            return pieces
+        elements = pieces.view(f"V{self.dtype.itemsize}").reshape(len(offsets), *padded_shape)
+        kept = np.ascontiguousarray(elements[(slice(None), *map(slice, self.shape[1:]))])
+        return kept.reshape(len(offsets), -1).view(np.uint8)
 
     def __repr__(self) -> str:
         return f"<hookstore.Samples: {self.shape} {self.dtype} of {self._captures.kind} of layer {self._captures.layer!r}>"

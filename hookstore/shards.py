@@ -41,7 +41,6 @@ from hookstore.format import (
     unsealed_name,
 )
 
-_GATHERED_BYTES = 256 << 10  # at once, so that they go from one place to the next while they are in the cache
 _NOTES_TOGETHER = 256  # arrays of index entries that are then made one: a small one costs many times what is in it
 
 # Writing ----------------------------------------------------------------------------------------------------------
@@ -330,35 +329,35 @@ class ShardReader:
                 f"shard {path}: a chunk does not decode with {codec} to {chunk_bytes:,} bytes: {error}", path=path
             ) from error
 
-    def gather(
-        self, array: str, shard: str, offsets: np.ndarray[Any, Any], out: np.ndarray[Any, Any], places: np.ndarray[Any, Any]
-    ) -> None:
+    def gather(self, array: str, shard: str, offsets: np.ndarray[Any, Any], num_bytes: int) -> np.ndarray[Any, Any]:
         """Copy pieces of equal length out of a shard, as they stand there.
 
         Parameters
         ----------
         array, shard : str
-            As for `read`, which has checked the chunks that the pieces lie in.
+            As for `read`, by which the chunks that the pieces lie in were checked.
         offsets : numpy.ndarray
-            int64, where each piece begins; not empty, none negative.
-        out : numpy.ndarray
-            uint8, shape (number of places, bytes of a piece).
-        places : numpy.ndarray
-            For each piece the row of ``out`` that it goes to.
+            int64: where each piece begins. There are some, and none is negative.
+        num_bytes : int
+            Bytes of a piece, not 0.
+
+        Returns
+        -------
+        numpy.ndarray
+            uint8, shape (number of offsets, num_bytes).
 
         Raises
         ------
         CorruptRunError
             If the shard ends before a piece does.
         """
-        end = int(offsets.max()) + out.shape[1]
+        end = int(offsets.max()) + num_bytes
         mapped = self._mapped(array, shard, end)
         if mapped is not None:
-            gather_pieces(mapped, offsets, out, places)
-            return
+            return gather_pieces(mapped, offsets, num_bytes)
         with self._opened(array, shard, end) as descriptor:
-            for offset, place in zip(offsets.tolist(), places.tolist(), strict=True):
-                out[place] = np.frombuffer(os.pread(descriptor, out.shape[1], offset), dtype=np.uint8)
+            pieces = b"".join([os.pread(descriptor, num_bytes, offset) for offset in offsets.tolist()])
+            return np.frombuffer(pieces, dtype=np.uint8).reshape(len(offsets), num_bytes).copy()
 
     def _bytes(self, array: str, shard: str, start: int, end: int) -> memoryview:
         """Return some bytes of a shard: mapped, or read where there can be no map."""
@@ -432,13 +431,8 @@ class ShardReader:
         self._maps.clear()
 
 
-def gather_pieces(
-    buffer: mmap.mmap | memoryview, offsets: np.ndarray[Any, Any], out: np.ndarray[Any, Any], places: np.ndarray[Any, Any]
-) -> None:
+def gather_pieces(buffer: mmap.mmap | memoryview, offsets: np.ndarray[Any, Any], num_bytes: int) -> np.ndarray[Any, Any]:
     """Copy pieces of equal length out of a buffer; see `ShardReader.gather`."""
-    num_bytes = out.shape[1]
     # A piece at any byte is an element of this view, so that one indexing copies many, whatever lies between them; NumPy sees to the bounds.
     pieces = np.ndarray((len(buffer) - num_bytes + 1, num_bytes), dtype=np.uint8, buffer=buffer, strides=(1, 1))
-    together = max(1, _GATHERED_BYTES // num_bytes)
-    for start in range(0, len(offsets), together):
-        out[places[start : start + together]] = pieces[offsets[start : start + together]]
+    return np.asarray(pieces[offsets])
