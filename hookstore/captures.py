@@ -297,10 +297,11 @@ class Captures:
         of_phase = captured.filter(pc.equal(captured["phase"], phase))
         if not of_phase.num_rows:
             return f"there is only phase {captured['phase'][0].as_py()!r}"
+        epochs = sorted(pc.unique(of_phase["epoch"]).to_pylist())
+        if epoch not in epochs:
+            return f"there are epochs {ranges(epochs)}"
         batches = sorted(pc.unique(of_phase["batch"].filter(pc.equal(of_phase["epoch"], epoch))).to_pylist())
-        if batches:
-            return f"epoch {epoch} has batches {ranges(batches)}"
-        return f"there are epochs {ranges(sorted(pc.unique(of_phase['epoch']).to_pylist()))}"
+        return f"epoch {epoch} has batches {ranges(batches)}"
 
     def __len__(self) -> int:
         rows = self._index.coded
@@ -343,11 +344,11 @@ class Samples:
         self._starts = np.concatenate([[0], np.cumsum(np.prod(self._leading, axis=1))])
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *rest)
         self._row_bytes = math.prod(rest) * self.dtype.itemsize
-        # Of captures whose chunk was checked: which source it is in, and its first byte there (0 where it has to be decoded); -1 of the others.
-        self._source_of = np.full(len(positions), -1, dtype=np.int64)
+        # Which shard each capture is in. Of those whose chunk was checked, its first byte there (0 where it has to be decoded).
+        self._source_of = captures._index.sources(positions)
+        self._is_checked = np.zeros(len(positions), dtype=bool)
         self._offsets = np.zeros(len(positions), dtype=np.int64)
-        self._sources: list[_Source] = []
-        self._source_numbers: dict[_Source, int] = {}
+        self._sources: dict[int, _Source] = {}
 
     def _split(self, shape: tuple[int, ...], dims: int) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
         """Return the sizes of the dimensions that the long axis runs over, a line for each capture, and the shape of a row."""
@@ -357,16 +358,20 @@ class Samples:
                 f"{captures._name} has captures of shape {shape}, too few dimensions for dims={dims}; read them with .get()",
                 option="dims",
             )
-        dtypes, num_dims = captures._index.kinds_of(self._positions)
-        is_other = (num_dims != len(shape)) | (dtypes != dtypes[0])
+        is_other = captures._index.are_other(self._positions, len(shape))
         sizes = captures._index.sizes(self._positions[~is_other], len(shape))
         is_other[~is_other] = (sizes[:, dims:] != shape[dims:]).any(axis=1)
         if is_other.any():
             raise self._differ(np.flatnonzero(is_other), shape, dims)
-        leading = sizes[:, :dims]
-        if (leading < 0).any() or np.prod(leading, axis=1, dtype=np.float64).sum() > 2**62:
+        leading, rest = sizes[:, :dims], shape[dims:]
+        try:
+            np.empty((0, *rest), dtype=self.dtype)
+            is_possible = (leading >= 0).all() and np.prod(leading, axis=1, dtype=np.float64).sum() < 2**62
+        except ValueError:
+            is_possible = False
+        if not is_possible:
             raise CorruptRunError(f"{captures._name}: the manifest has captures of shapes that cannot be", path=captures.run.path)
-        return leading, shape[dims:]
+        return leading, rest
 
     def _differ(self, others: np.ndarray[Any, Any], shape: tuple[int, ...], dims: int) -> OptionError:
         index = self._captures._index
@@ -421,7 +426,7 @@ class Samples:
         Returns
         -------
         tuple of int
-            Epoch, batch and call of the capture, and the position inside it: ``captures.get(epoch, batch, call)[position]`` is the row.
+            Epoch, batch and call of the capture, and the row's position inside it: as many indices as ``dims``.
 
         Raises
         ------
@@ -437,10 +442,8 @@ class Samples:
     def _resolve(self, indices: SupportsIndex | ArrayLike) -> np.ndarray[Any, Any]:
         """Return indices as int64, counted from the start."""
         found = np.asarray(indices)
-        if found.size == 0:
-            return np.empty(found.shape, dtype=np.int64)
-        if found.dtype.kind not in "iu" and not (found.dtype == object and all(isinstance(one, int) for one in found.flat)):
-            raise OptionError(f"samples: expected an int, a slice or whole numbers, got {indices!r}", option="indices")
+        if isinstance(indices, tuple) or not (found.dtype.kind in "iu" or found.size == 0 or all(type(one) is int for one in found.flat)):
+            raise OptionError(f"samples: expected an int, a slice or an array of whole numbers, got {indices!r}", option="indices")
         num_rows = len(self)
         is_outside = np.asarray((found < -num_rows) | (found >= num_rows))
         if is_outside.any():
@@ -473,16 +476,13 @@ class Samples:
     def _check(self, captures: np.ndarray[Any, Any]) -> None:
         """Look at the chunks of captures that nobody has looked at yet."""
         run, index = self._captures.run, self._captures._index
-        for capture in np.unique(captures[self._source_of[captures] < 0]).tolist():
+        for capture in np.unique(captures[~self._is_checked[captures]]).tolist():
             chunk, chunk_shape = run._locate(index.place(int(self._positions[capture])))
             if chunk.codec is None:
                 run._reader.read(*chunk)
                 self._offsets[capture] = chunk.offset
-            source = _Source(chunk.array, chunk.shard, chunk.codec, chunk_shape)
-            number = self._source_numbers.setdefault(source, len(self._sources))
-            if number == len(self._sources):
-                self._sources.append(source)
-            self._source_of[capture] = number
+            self._sources[int(self._source_of[capture])] = _Source(chunk.array, chunk.shard, chunk.codec, chunk_shape)
+            self._is_checked[capture] = True
 
     def _gather_from(
         self,
@@ -583,9 +583,15 @@ class RowIndex:
         place["shape"] = self._sizes[self._shape_ends[position] : self._shape_ends[position + 1]].tolist()
         return place
 
-    def kinds_of(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return a number that stands for the dtype, and the number of dimensions, at those positions."""
-        return self._columns["dtype"][positions], self._shape_ends[positions + 1] - self._shape_ends[positions]
+    def sources(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return for each of those positions a number that stands for its array and shard."""
+        arrays, shards = self._columns["array"][positions], self._columns["shard"][positions]
+        return np.unique(arrays.astype(np.int64) << 32 | shards, return_inverse=True)[1]
+
+    def are_other(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
+        """Say which positions have another dtype than the first, or not that number of dimensions."""
+        dtypes = self._columns["dtype"][positions]
+        return np.asarray((dtypes != dtypes[0]) | (self._shape_ends[positions + 1] - self._shape_ends[positions] != num_dims))
 
     def sizes(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
         """Return the shapes at those positions, which all have that number of dimensions, a line for each."""
