@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import warnings
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hookstore.errors import CaptureWarning, MissingCaptureError, OptionError
+from hookstore.errors import CaptureWarning, CorruptRunError, MissingCaptureError, OptionError
 from hookstore.format import KINDS
+from hookstore.manifest import SCHEMA, TEXT_COLUMNS
+from hookstore.shards import gather_pieces
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import ArrayLike
 
     from hookstore.run import Run
+
+_TOGETHER_BYTES = 512 << 10  # rows that are gathered at once, so that they go on to their places while they are in the cache
+_COORDINATES = ("phase", "epoch", "batch", "call", "backward")
+_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason")
 
 
 class LayerRun:
@@ -112,7 +123,8 @@ class Captures:
         CorruptRunError
             If the bytes on disk do not match their checksum.
         """
-        return self.run.read(self.row(epoch, batch, call, phase=phase, leaf=leaf, backward=backward))
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward)
+        return self.run.read(self._index.place(position))
 
     def tensor(
         self,
@@ -127,7 +139,8 @@ class Captures:
         """Read one tensor as a torch tensor of its own memory; every dtype is possible. See `get`."""
         import torch
 
-        bits, dtype = self.run._read_bits(self.row(epoch, batch, call, phase=phase, leaf=leaf, backward=backward))
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward)
+        bits, dtype = self.run._read_bits(self._index.place(position))
         kind = getattr(torch, dtype.name, None)
         if kind is None:
             raise OptionError(f"dtype {dtype.name} needs a newer torch than {torch.__version__}", option="dtype")
@@ -146,10 +159,66 @@ class Captures:
         backward: int | None = None,
     ) -> dict[str, Any]:
         """Return the manifest row of one tensor; parameters and errors as in `get`."""
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward)
+        row: dict[str, Any] = self._index.coded.slice(position, 1).to_pylist()[0]
+        return row
+
+    def samples(self, *, phase: str | None = None, leaf: str | None = None, dims: int = 1) -> Samples:
+        """Look at all captures as one long array, to gather rows from anywhere in it.
+
+        Parameters
+        ----------
+        phase : str, optional
+            ``"train"`` or ``"eval"``; by default ``"train"`` if anything was captured there.
+        leaf : str, optional
+            Path inside a nested value, or the parameter's name; may be left out where there is one only.
+        dims : int
+            How many dimensions of each capture the long axis runs over: 1 for samples, 2 for samples × tokens, say.
+
+        Returns
+        -------
+        Samples
+            The captures that ``captures[epoch, batch, call]`` gives, in that order, one after another.
+
+        Raises
+        ------
+        MissingCaptureError
+            If there is none, or if there are several leaves and none is named.
+        OptionError
+            If the captures have fewer dimensions than ``dims``, or rows of different shapes or dtypes.
+        CorruptRunError
+            If the manifest makes no sense.
+        """
+        if isinstance(dims, bool) or not isinstance(dims, int) or dims < 1:
+            raise OptionError(f"dims: expected a whole number from 1 on, got {dims!r}", option="dims")
+        index = self._index
+        phase = self._phase(phase)
+        leaves = index.leaves(index.captured(phase))
+        if leaf is None and len(leaves) > 1:
+            raise MissingCaptureError(
+                f"{self._name} has several leaves: {', '.join(map(repr, leaves))}; name one, as in .samples(leaf={leaves[0]!r})",
+                layer=self.layer,
+                kind=self.kind,
+            )
+        if not leaves or (leaf is not None and leaf not in leaves):
+            there_is = f"there are leaves {', '.join(map(repr, leaves))}" if leaves else self._what_there_is(phase)
+            of_leaf = f", leaf {leaf!r}," if leaf else ""
+            raise MissingCaptureError(
+                f"{self._name}{of_leaf} was not captured in phase {phase!r}; {there_is}", layer=self.layer, kind=self.kind
+            )
+        return Samples(self, index.last_captured(phase, leaves[0] if leaf is None else leaf), dims)
+
+    def _phase(self, phase: str | None) -> str:
+        phases = self._index.phases
+        return phase if phase is not None else "train" if "train" in phases or not phases else phases[0]
+
+    def _position(
+        self, epoch: SupportsIndex, batch: SupportsIndex, call: SupportsIndex, *, phase: str | None, leaf: str | None, backward: int | None
+    ) -> int:
+        """Return where the row of one tensor stands in the index."""
         where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
         index = self._index
-        phases = index.phases
-        phase = phase if phase is not None else "train" if "train" in phases or not phases else phases[0]
+        phase = self._phase(phase)
         positions = index.find(phase, **where)
         if positions.size:
             leaves = index.leaves(positions)
@@ -173,10 +242,9 @@ class Captures:
                     CaptureWarning,
                     stacklevel=3,
                 )
-            found = int((captured if captured.size else positions)[-1])
-            row: dict[str, Any] = index.rows.slice(found, 1).to_pylist()[0]
-            if row["status"] == "ok":
-                return row
+            if captured.size:
+                return int(captured[-1])
+            row = index.place(int(positions[-1]))
             raise MissingCaptureError(
                 f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}",
                 layer=self.layer,
@@ -199,25 +267,29 @@ class Captures:
     @property
     def leaves(self) -> list[str]:
         """Leaf paths that were captured."""
-        return sorted(pc.unique(self._index.rows["leaf"]).to_pylist())
+        return sorted(pc.unique(self._index.coded["leaf"]).to_pylist())
 
     @cached_property
     def _index(self) -> RowIndex:
         indexes = self.run._indexes
         key = (self.layer, self.kind)
         if key not in indexes:
-            indexes[key] = RowIndex(self.run._rows(self.layer, self.kind))
+            indexes[key] = RowIndex(self.run._rows_with(layer=self.layer, kind=self.kind))
         return indexes[key]
+
+    @property
+    def _name(self) -> str:
+        return f"{self.run.path}: {self.kind} of layer {self.layer!r}"
 
     def _describe(self, *, epoch: int, batch: int, call: int, phase: str, leaf: str | None = None, backward: int | None = None) -> str:
         extra = (
             f"{f', call {call}' if call else ''}{f', phase {phase}' if phase != 'train' else ''}{f', leaf {leaf!r}' if leaf else ''}"
             f"{f', backward {backward}' if backward is not None else ''}"
         )
-        return f"{self.run.path}: {self.kind} of layer {self.layer!r} in epoch {epoch}, batch {batch}{extra}"
+        return f"{self._name} in epoch {epoch}, batch {batch}{extra}"
 
-    def _what_there_is(self, phase: str, epoch: int) -> str:
-        rows = self._index.rows
+    def _what_there_is(self, phase: str, epoch: int | None = None) -> str:
+        rows = self._index.coded
         captured = rows.filter(pc.equal(rows["status"], "ok"))
         if not captured.num_rows:
             kinds = self.run[self.layer].kinds
@@ -225,57 +297,332 @@ class Captures:
         of_phase = captured.filter(pc.equal(captured["phase"], phase))
         if not of_phase.num_rows:
             return f"there is only phase {captured['phase'][0].as_py()!r}"
+        epochs = sorted(pc.unique(of_phase["epoch"]).to_pylist())
+        if epoch not in epochs:
+            return f"there are epochs {ranges(epochs)}"
         batches = sorted(pc.unique(of_phase["batch"].filter(pc.equal(of_phase["epoch"], epoch))).to_pylist())
-        if batches:
-            return f"epoch {epoch} has batches {ranges(batches)}"
-        return f"there are epochs {ranges(sorted(pc.unique(of_phase['epoch']).to_pylist()))}"
+        return f"epoch {epoch} has batches {ranges(batches)}"
 
     def __len__(self) -> int:
-        rows = self._index.rows
+        rows = self._index.coded
         return int(pc.sum(pc.equal(rows["status"], "ok")).as_py() or 0)
 
     def __repr__(self) -> str:
         return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}>"
 
 
-class RowIndex:
-    """Finds manifest rows of one layer and kind by their coordinates."""
+class _Source(NamedTuple):
+    """A shard that rows are gathered from."""
 
-    def __init__(self, rows: pa.Table) -> None:
-        self.rows = rows.combine_chunks()
-        self._values: dict[str, list[str]] = {}
-        self._columns = {name: self._column(name) for name in ("phase", "epoch", "batch", "call", "backward", "leaf", "status")}
+    array: str
+    shard: str
+    codec: str | None
+    chunk_shape: tuple[int, ...]
+
+
+class Samples:
+    """All captures of one layer and kind as one long array, of which any rows can be gathered; made by `Captures.samples`.
+
+    The checksum of a chunk is checked the first time that a row of it is gathered; from then on rows are copied straight out of the memory-mapped shard.
+    Where the run is compressed, a chunk is decoded once in each call that asks for rows of it.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Number of rows, and the shape of a row.
+    dtype : numpy.dtype
+        As `Captures.get` gives it.
+    """
+
+    def __init__(self, captures: Captures, positions: np.ndarray[Any, Any], dims: int) -> None:
+        self._captures = captures
+        self._positions = positions
+        first = captures._index.place(int(positions[0]))
+        self.dtype, shape = captures.run._type_of(first)
+        self._leading, rest = self._split(shape, dims)
+        # Where each capture begins, and where the last one ends.
+        self._starts = np.concatenate([[0], np.cumsum(np.prod(self._leading, axis=1))])
+        self.shape: tuple[int, ...] = (int(self._starts[-1]), *rest)
+        self._row_bytes = math.prod(rest) * self.dtype.itemsize
+        # Which shard each capture is in. Of those whose chunk was checked, its first byte there (0 where it has to be decoded).
+        self._source_of = captures._index.sources(positions)
+        self._is_checked = np.zeros(len(positions), dtype=bool)
+        self._offsets = np.zeros(len(positions), dtype=np.int64)
+        self._sources: dict[int, _Source] = {}
+
+    def _split(self, shape: tuple[int, ...], dims: int) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
+        """Return the sizes of the dimensions that the long axis runs over, a line for each capture, and the shape of a row."""
+        captures = self._captures
+        if len(shape) < dims:
+            raise OptionError(
+                f"{captures._name} has captures of shape {shape}, too few dimensions for dims={dims}; read them with .get()",
+                option="dims",
+            )
+        is_other = captures._index.are_other(self._positions, len(shape))
+        sizes = captures._index.sizes(self._positions[~is_other], len(shape))
+        is_other[~is_other] = (sizes[:, dims:] != shape[dims:]).any(axis=1)
+        if is_other.any():
+            raise self._differ(np.flatnonzero(is_other), shape, dims)
+        leading, rest = sizes[:, :dims], shape[dims:]
+        try:
+            np.empty((0, *rest), dtype=self.dtype)
+            is_possible = (leading >= 0).all() and np.prod(leading, axis=1, dtype=np.float64).sum() < 2**62
+        except ValueError:
+            is_possible = False
+        if not is_possible:
+            raise CorruptRunError(f"{captures._name}: the manifest has captures of shapes that cannot be", path=captures.run.path)
+        return leading, rest
+
+    def _differ(self, others: np.ndarray[Any, Any], shape: tuple[int, ...], dims: int) -> OptionError:
+        index = self._captures._index
+        shown = []
+        for other in others[:5]:
+            row = index.place(int(self._positions[other]))
+            call = f", call {row['call']}" if row["call"] else ""
+            shown.append(f"epoch {row['epoch']}, batch {row['batch']}{call} has {tuple(row['shape'])} {row['dtype']}")
+        return OptionError(
+            f"{self._captures._name}: the first capture has shape {shape} and dtype {self.dtype}, and {len(others):,} of {len(self._positions):,} have other "
+            f"rows behind dims={dims}: {'; '.join(shown)}{'; …' if len(others) > 5 else ''}. Name a phase or a leaf, or let dims run over every "
+            "dimension that varies",
+            option="dims",
+        )
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, indices: SupportsIndex | slice | ArrayLike) -> np.ndarray[Any, Any]:
+        """Gather rows.
+
+        Parameters
+        ----------
+        indices : int, slice or array-like of int
+            Which rows, in any order and as often as you like; negative ones count from the end.
+
+        Returns
+        -------
+        numpy.ndarray
+            Shape ``(*indices.shape, *self.shape[1:])``; your own.
+
+        Raises
+        ------
+        IndexError
+            If there is no such row.
+        OptionError
+            If the indices are no whole numbers.
+        CorruptRunError
+            If the bytes on disk do not match their checksum, or the manifest makes no sense.
+        """
+        wanted = np.arange(*indices.indices(len(self))) if isinstance(indices, slice) else self._resolve(indices)
+        return self._gather(wanted.reshape(-1)).view(self.dtype).reshape(*wanted.shape, *self.shape[1:])
+
+    def where(self, index: SupportsIndex) -> tuple[int, ...]:
+        """Say where a row comes from.
+
+        Parameters
+        ----------
+        index : int
+            A row.
+
+        Returns
+        -------
+        tuple of int
+            Epoch, batch and call of the capture, and the row's position inside it: as many indices as ``dims``.
+
+        Raises
+        ------
+        IndexError
+            If there is no such row.
+        """
+        row = int(self._resolve(operator.index(index)))
+        capture = int(self._starts.searchsorted(row, "right")) - 1
+        found = self._captures._index.place(int(self._positions[capture]))
+        inside = np.unravel_index(row - int(self._starts[capture]), tuple(self._leading[capture].tolist()))
+        return found["epoch"], found["batch"], found["call"], *map(int, inside)
+
+    def _resolve(self, indices: SupportsIndex | ArrayLike) -> np.ndarray[Any, Any]:
+        """Return indices as int64, counted from the start."""
+        found = np.asarray(indices)
+        if isinstance(indices, tuple) or not (found.dtype.kind in "iu" or found.size == 0 or all(type(one) is int for one in found.flat)):
+            raise OptionError(f"samples: expected an int, a slice or an array of whole numbers, got {indices!r}", option="indices")
+        num_rows = len(self)
+        is_outside = np.asarray((found < -num_rows) | (found >= num_rows))
+        if is_outside.any():
+            raise IndexError(f"{self!r} has no row {found[is_outside][0]}; there are {num_rows:,}")
+        whole = found.astype(np.int64)
+        return np.asarray(np.where(whole < 0, whole + num_rows, whole))
+
+    def _gather(self, wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the bytes of rows, shape (number of rows, bytes of a row)."""
+        if not self._row_bytes or not wanted.size:
+            return np.empty((wanted.size, self._row_bytes), dtype=np.uint8)
+        order = np.argsort(wanted)  # as they lie in the shards: found faster, and neighbours share pages
+        rows = wanted[order]
+        captures = self._starts.searchsorted(rows, "right") - 1
+        self._check(captures)
+        sources = self._source_of[captures]
+        by_source = np.argsort(sources, kind="stable")
+        order, rows, captures, sources = order[by_source], rows[by_source], captures[by_source], sources[by_source]
+        stretches = list(_stretches(sources))
+        source = self._sources[int(sources[0])]
+        if len(stretches) == 1 and source.codec is None:
+            offsets = np.empty(len(order), dtype=np.int64)
+            offsets[order] = self._locate(source, rows, captures)
+            return self._read(source, offsets)
+        out = np.empty((wanted.size, self._row_bytes), dtype=np.uint8)
+        for low, high in stretches:
+            self._gather_from(self._sources[int(sources[low])], rows[low:high], captures[low:high], out, order[low:high])
+        return out
+
+    def _check(self, captures: np.ndarray[Any, Any]) -> None:
+        """Look at the chunks of captures that nobody has looked at yet."""
+        run, index = self._captures.run, self._captures._index
+        for capture in np.unique(captures[~self._is_checked[captures]]).tolist():
+            chunk, chunk_shape = run._locate(index.place(int(self._positions[capture])))
+            if chunk.codec is None:
+                run._reader.read(*chunk)
+                self._offsets[capture] = chunk.offset
+            self._sources[int(self._source_of[capture])] = _Source(chunk.array, chunk.shard, chunk.codec, chunk_shape)
+            self._is_checked[capture] = True
+
+    def _gather_from(
+        self,
+        source: _Source,
+        rows: np.ndarray[Any, Any],
+        captures: np.ndarray[Any, Any],
+        out: np.ndarray[Any, Any],
+        places: np.ndarray[Any, Any],
+    ) -> None:
+        """Copy the bytes of rows of one source to their places in ``out``; rows of one capture follow each other."""
+        offsets = self._locate(source, rows, captures)
+        if source.codec is None:
+            together = max(1, _TOGETHER_BYTES // self._row_bytes)
+            for low in range(0, len(rows), together):
+                out[places[low : low + together]] = self._read(source, offsets[low : low + together])
+            return
+        run, index = self._captures.run, self._captures._index
+        for low, high in _stretches(captures):
+            chunk, _ = run._locate(index.place(int(self._positions[captures[low]])))
+            out[places[low:high]] = self._read(source, offsets[low:high], run._reader.read(*chunk))
+
+    def _locate(self, source: _Source, rows: np.ndarray[Any, Any], captures: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return where rows of one source begin there, or inside their decoded chunks, in bytes."""
+        dims = self._leading.shape[1]
+        stride = math.prod(source.chunk_shape[dims:]) * self.dtype.itemsize
+        offsets, positions = self._offsets[captures], rows - self._starts[captures]
+        for axis in range(dims - 1, 0, -1):  # counted in the captures' true shapes, they lie in the chunks' shape
+            positions, along = np.divmod(positions, self._leading[captures, axis])
+            offsets += along * stride
+            stride *= source.chunk_shape[axis]
+        return np.asarray(offsets + positions * stride)
+
+    def _read(self, source: _Source, offsets: np.ndarray[Any, Any], decoded: memoryview | None = None) -> np.ndarray[Any, Any]:
+        """Return the bytes of the rows at those offsets, without padding."""
+        padded_shape = source.chunk_shape[self._leading.shape[1] :]
+        num_bytes = math.prod(padded_shape) * self.dtype.itemsize
+        if decoded is None:
+            pieces = self._captures.run._reader.gather(source.array, source.shard, offsets, num_bytes)
+        else:
+            pieces = gather_pieces(decoded, offsets, num_bytes)
+        if padded_shape == self.shape[1:]:
+            return pieces
+        elements = pieces.view(f"V{self.dtype.itemsize}").reshape(len(offsets), *padded_shape)
+        kept = np.ascontiguousarray(elements[(slice(None), *map(slice, self.shape[1:]))])
+        return kept.reshape(len(offsets), -1).view(np.uint8)
+
+    def __repr__(self) -> str:
+        return f"<hookstore.Samples: {self.shape} {self.dtype} of {self._captures.kind} of layer {self._captures.layer!r}>"
+
+
+def _stretches(values: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the end of each stretch of equal values."""
+    return pairwise([0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)])
+
+
+class RowIndex:
+    """Finds manifest rows of one layer and kind by their coordinates.
+
+    Parameters
+    ----------
+    coded : pyarrow.Table
+        The rows, in `hookstore.manifest.CODED_SCHEMA`.
+    """
+
+    def __init__(self, coded: pa.Table) -> None:
+        self.coded = coded
+        self._texts: dict[str, list[str]] = {}
+        self._columns = {name: self._column(name) for name in (*_COORDINATES, "leaf", "status", *_PLACE)}
+        shapes = self.coded["shape"].combine_chunks()
+        self._shape_ends, self._sizes = np.from_dlpack(shapes.offsets), np.from_dlpack(shapes.values)
         # Stable, so that of rows with equal coordinates the one acknowledged last comes last.
-        self._order = np.lexsort([self._columns[name] for name in ("backward", "call", "batch", "epoch", "phase")])
-        self._sorted = {name: self._columns[name][self._order] for name in ("phase", "epoch", "batch", "call")}
+        self._order = np.lexsort([self._columns[name] for name in reversed(_COORDINATES)])
+        self._sorted = {name: self._columns[name][self._order] for name in _COORDINATES[:-1]}
 
     def _column(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a column as integers; those of text count through the values kept aside."""
-        column = self.rows[name]
-        if column.type != pa.string():
-            return np.asarray(column.to_numpy())
-        values = self._values[name] = sorted(pc.unique(column).to_pylist())
-        return np.asarray(pc.index_in(column, pa.array(values, type=pa.string())).to_numpy())
+        """Return a column as numbers; those of text count into the texts kept aside."""
+        column = self.coded[name].combine_chunks()
+        if name in TEXT_COLUMNS:
+            self._texts[name] = column.dictionary.to_pylist()
+            column = column.indices
+        return np.asarray(np.from_dlpack(column))  # (Arrow's own to_numpy first imports pandas where there is one)
 
-    def _code(self, name: str, value: str) -> int:
-        return self._values[name].index(value) if value in self._values[name] else -1
+    @cached_property
+    def rows(self) -> pa.Table:
+        """The rows in `hookstore.manifest.SCHEMA`."""
+        return self.coded.cast(SCHEMA)
 
-    @property
+    @cached_property
     def phases(self) -> list[str]:
         """Phases of the rows."""
-        return self._values["phase"]
+        return sorted(self._texts["phase"][code] for code in set(self._columns["phase"].tolist()))
+
+    def place(self, position: int) -> dict[str, Any]:
+        """Return what reading the tensor of one row needs to know; the whole row costs twenty times as much."""
+        place = {name: column.item(position) for name, column in self._columns.items()}
+        for name, texts in self._texts.items():
+            place[name] = texts[place[name]]
+        place["shape"] = self._sizes[self._shape_ends[position] : self._shape_ends[position + 1]].tolist()
+        return place
+
+    def sources(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return for each of those positions a number that stands for its array and shard."""
+        arrays, shards = self._columns["array"][positions], self._columns["shard"][positions]
+        return np.unique(arrays.astype(np.int64) << 32 | shards, return_inverse=True)[1]
+
+    def are_other(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
+        """Say which positions have another dtype than the first, or not that number of dimensions."""
+        dtypes = self._columns["dtype"][positions]
+        return np.asarray((dtypes != dtypes[0]) | (self._shape_ends[positions + 1] - self._shape_ends[positions] != num_dims))
+
+    def sizes(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
+        """Return the shapes at those positions, which all have that number of dimensions, a line for each."""
+        return np.asarray(self._sizes[self._shape_ends[positions][:, None] + np.arange(num_dims)])
+
+    def _code(self, name: str, value: str) -> int:
+        return self._texts[name].index(value) if value in self._texts[name] else -1
 
     def find(self, phase: str, *, epoch: int, batch: int, call: int) -> np.ndarray[Any, Any]:
         """Return the positions of the rows at those coordinates, in order of backward and acknowledgement."""
         low, high = 0, len(self._order)
         for name, value in (("phase", self._code("phase", phase)), ("epoch", epoch), ("batch", batch), ("call", call)):
             column = self._sorted[name][low:high]
-            low, high = low + int(np.searchsorted(column, value, "left")), low + int(np.searchsorted(column, value, "right"))
+            low, high = low + int(column.searchsorted(value, "left")), low + int(column.searchsorted(value, "right"))
         return self._order[low:high]
+
+    def captured(self, phase: str) -> np.ndarray[Any, Any]:
+        """Return the positions of the rows of a phase that have a tensor, in order of their coordinates."""
+        return self.only_captured(self._order[self._sorted["phase"] == self._code("phase", phase)])
+
+    def last_captured(self, phase: str, leaf: str) -> np.ndarray[Any, Any]:
+        """Of the captures of a phase and leaf return the last of each forward: its position, in order of epoch, batch and call."""
+        positions = self.only_leaf(self.captured(phase), leaf)
+        forwards = np.stack([self._columns[name][positions] for name in ("epoch", "batch", "call")])
+        is_last = np.ones(len(positions), dtype=bool)
+        is_last[:-1] = (forwards[:, 1:] != forwards[:, :-1]).any(axis=0)
+        return np.asarray(positions[is_last])
 
     def leaves(self, positions: np.ndarray[Any, Any]) -> list[str]:
         """Leaf paths at those positions."""
-        return [self._values["leaf"][code] for code in sorted(set(self._columns["leaf"][positions].tolist()))]
+        return sorted(self._texts["leaf"][code] for code in set(self._columns["leaf"][positions].tolist()))
 
     def only_leaf(self, positions: np.ndarray[Any, Any], leaf: str) -> np.ndarray[Any, Any]:
         """Keep the positions of one leaf."""

@@ -117,9 +117,10 @@ class LayerHooks:
         if counter is None:
             counter = coordinates.calls.setdefault(self.name, itertools.count())
         self.was_called = True
-        call = Call(
-            coordinates, next(counter), clock.step, torch._C._autograd._get_sequence_nr()
-        )  # next is atomic: replicas of a module run on threads
+        # (next is atomic: replicas of a module run on several threads)
+        call = tuple.__new__(
+            Call, (coordinates, next(counter), clock.step, torch._C._autograd._get_sequence_nr())
+        )  # half the time of Call(…)
         stack.append(call)
         return call
 

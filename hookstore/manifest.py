@@ -53,6 +53,11 @@ _TYPES: dict[str, pa.DataType] = {
     "timestamp[us, UTC]": pa.timestamp("us", tz="UTC"),
 }
 SCHEMA = pa.schema([pa.field(name, _TYPES[kind], nullable=name == "loss_scale") for name, kind, _ in MANIFEST_COLUMNS])
+TEXT_COLUMNS = tuple(field.name for field in SCHEMA if field.type == pa.string())
+# The same with each text as a number that counts into the few texts of its column: read in half the time, and searched in a fifth.
+CODED_SCHEMA = pa.schema(
+    [field.with_type(pa.dictionary(pa.int32(), pa.string())) if field.name in TEXT_COLUMNS else field for field in SCHEMA]
+)
 
 # Neighbouring rows differ by little in these, and dictionaries would not pay.
 _DELTA_COLUMNS = ("wall_time", "offset")
@@ -410,11 +415,14 @@ def _has_frame_at(contents: bytes, start: int) -> bool:
     return len(payload) == length and bool(crc32c(payload, crc32c(contents[start : start + 8])) == crc)
 
 
-def _checked(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """Return rows in the manifest's schema; Arrow trusts what it reads unless it is asked to look."""
+def _checked(rows: pa.RecordBatch | pa.Table, schema: pa.Schema = SCHEMA) -> pa.RecordBatch | pa.Table:
+    """Return rows in a schema of the manifest; Arrow trusts what it reads unless it is asked to look."""
     rows.validate(full=True)
-    cast = rows.cast(SCHEMA)
-    if any(cast.column(field.name).null_count for field in SCHEMA if not field.nullable):
+    cast = rows.cast(schema)
+    if (
+        any(cast.column(field.name).null_count for field in schema if not field.nullable)
+        or pc.list_flatten(cast.column("shape")).null_count
+    ):
         raise ValueError("there are nulls where the schema has none")
     return cast
 
@@ -432,6 +440,17 @@ def read_manifest(run_path: str) -> pa.Table:
     CorruptRunError
         If a part does not match the checksum in its name, or a part or a segment makes no sense.
     """
+    return read_coded_manifest(run_path).cast(SCHEMA)
+
+
+def read_coded_manifest(run_path: str) -> pa.Table:
+    """Read what `read_manifest` does, and leave the text columns as dictionaries.
+
+    Returns
+    -------
+    pyarrow.Table
+        Schema `CODED_SCHEMA`; all chunks of a text column have the same dictionary.
+    """
     pieces: dict[tuple[int, int, int], pa.Table] = {}
     for name in _listdir(os.path.join(run_path, JOURNAL_DIR)):
         key = parse_segment_name(name)
@@ -445,7 +464,7 @@ def read_manifest(run_path: str) -> pa.Table:
         path = os.path.join(run_path, JOURNAL_DIR, name)
         try:
             segment = read_segment(contents)
-            pieces[key] = pa.Table.from_batches(segment.batches, schema=SCHEMA)
+            pieces[key] = _coded(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
         except _NONSENSE as error:
             raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
         if segment.damaged:
@@ -459,7 +478,13 @@ def read_manifest(run_path: str) -> pa.Table:
         if parsed is not None:
             pieces[parsed[0]] = _read_part(os.path.join(run_path, MANIFEST_DIR, name), parsed[1])
     ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
-    return pa.concat_tables(ordered) if ordered else SCHEMA.empty_table()
+    return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+
+
+def _coded(rows: pa.Table) -> pa.Table:
+    """Turn the text columns into dictionaries."""
+    columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in rows.columns]
+    return pa.Table.from_arrays(columns, names=rows.schema.names).cast(CODED_SCHEMA)
 
 
 def _read_part(path: str, crc: int) -> pa.Table:
@@ -471,7 +496,9 @@ def _read_part(path: str, crc: int) -> pa.Table:
             f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
         )
     try:
-        return _checked(pq.read_table(pa.BufferReader(contents), page_checksum_verification=True))
+        # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
+        part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=list(TEXT_COLUMNS), page_checksum_verification=True)
+        return _checked(part.read(), CODED_SCHEMA)
     except _NONSENSE as error:
         raise CorruptRunError(f"manifest part {path} holds what no writer of this format wrote: {error}", path=path) from error
 

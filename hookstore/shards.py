@@ -18,8 +18,9 @@ import struct
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -278,6 +279,18 @@ def read_sealed(path: str, num_entries: int) -> tuple[np.ndarray[Any, Any], byte
     return np.frombuffer(tail[:-CRC_BYTES], dtype="<u8").reshape(num_entries, 2), rows
 
 
+class Chunk(NamedTuple):
+    """What `ShardReader.read` is asked for."""
+
+    array: str
+    shard: str
+    offset: int
+    length: int
+    crc: int
+    codec: str | None
+    chunk_bytes: int
+
+
 class ShardReader:
     """Reads chunks from the shards of a run through a bounded number of memory maps; each chunk's checksum is checked the first time.
 
@@ -348,22 +361,69 @@ class ShardReader:
                 f"shard {path}: a chunk does not decode with {codec} to {chunk_bytes:,} bytes: {error}", path=path
             ) from error
 
+    def gather(self, array: str, shard: str, offsets: np.ndarray[Any, Any], num_bytes: int) -> np.ndarray[Any, Any]:
+        """Copy pieces of equal length out of a shard, as they stand there.
+
+        Parameters
+        ----------
+        array, shard : str
+            As for `read`, by which the chunks that the pieces lie in were checked.
+        offsets : numpy.ndarray
+            int64: where each piece begins. There are some, and none is negative.
+        num_bytes : int
+            Bytes of a piece, not 0.
+
+        Returns
+        -------
+        numpy.ndarray
+            uint8, shape (number of offsets, num_bytes).
+
+        Raises
+        ------
+        CorruptRunError
+            If the shard ends before a piece does.
+        """
+        end = int(offsets.max()) + num_bytes
+        mapped = self._mapped(array, shard, end)
+        if mapped is not None:
+            return gather_pieces(mapped, offsets, num_bytes)
+        with self._opened(array, shard, end) as descriptor:
+            pieces = b"".join([os.pread(descriptor, num_bytes, offset) for offset in offsets.tolist()])
+            return np.frombuffer(pieces, dtype=np.uint8).reshape(len(offsets), num_bytes).copy()
+
     def _bytes(self, array: str, shard: str, start: int, end: int) -> memoryview:
-        """Return some bytes of a shard: mapped, or read where arrays that the caller keeps hold too many maps already."""
+        """Return some bytes of a shard: mapped, or read where there can be no map."""
+        mapped = self._mapped(array, shard, end)
+        if mapped is not None:
+            return memoryview(mapped)[start:end]
+        with self._opened(array, shard, end) as descriptor:
+            return memoryview(os.pread(descriptor, end - start, start))
+
+    def _mapped(self, array: str, shard: str, end: int) -> mmap.mmap | None:
+        """Return a map of a shard that reaches at least to ``end``, or ``None`` where arrays that the caller keeps hold too many maps already."""
         key = (array, shard)
         mapped = self._maps.get(key)
         if mapped is not None and len(mapped) >= end:
             self._maps.move_to_end(key)
-            return memoryview(mapped)[start:end]
+            return mapped
+        with self._opened(array, shard, end) as descriptor:
+            if len(self._alive) >= self._max_maps:
+                self._maps.clear()  # each map has a descriptor for as long as an array lies in it
+            mapped = self._map(descriptor) if len(self._alive) < self._max_maps else None
+        if mapped is not None:
+            self._maps[key] = mapped
+            self._maps.move_to_end(key)
+            self._alive.add(mapped)
+        return mapped
+
+    @contextmanager
+    def _opened(self, array: str, shard: str, end: int) -> Iterator[int]:
+        """Give a descriptor of a shard that reaches at least to ``end``."""
         path = os.path.join(self._layers_path, array, shard)
         try:
             descriptor = self._open(array, shard, end)
             try:
-                if len(self._alive) >= self._max_maps:
-                    self._maps.clear()  # each map has a descriptor for as long as an array lies in it
-                mapped = self._map(descriptor) if len(self._alive) < self._max_maps else None
-                if mapped is None:
-                    return memoryview(os.pread(descriptor, end - start, start))
+                yield descriptor
             finally:
                 os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
@@ -372,10 +432,6 @@ class ShardReader:
             ) from error
         except (ValueError, OverflowError) as error:
             raise CorruptRunError(f"shard {path} cannot be read up to byte {end:,}: {error}", path=path) from error
-        self._maps[key] = mapped
-        self._maps.move_to_end(key)
-        self._alive.add(mapped)
-        return memoryview(mapped)[start:end]
 
     def _map(self, descriptor: int) -> mmap.mmap | None:
         """Map a shard, or return ``None`` if the process has no descriptors left for that."""
@@ -405,3 +461,10 @@ class ShardReader:
     def close(self) -> None:
         """Let go of every map; arrays that were read stay valid."""
         self._maps.clear()
+
+
+def gather_pieces(buffer: mmap.mmap | memoryview, offsets: np.ndarray[Any, Any], num_bytes: int) -> np.ndarray[Any, Any]:
+    """Copy pieces of equal length out of a buffer; see `ShardReader.gather`."""
+    # A piece at any byte is an element of this view, so that one indexing copies many, whatever lies between them; NumPy sees to the bounds.
+    pieces = np.ndarray((len(buffer) - num_bytes + 1, num_bytes), dtype=np.uint8, buffer=buffer, strides=(1, 1))
+    return np.asarray(pieces[offsets])

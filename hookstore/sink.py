@@ -53,8 +53,15 @@ class Sink:
         if type(tensor) in _PLAIN_TYPES and not tensor.is_nested and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
             key = (layer, kind, leaf, call.coordinates.phase, call.number > 0, tensor.dtype, tensor.shape)
             array = self._small.get(key)
-            if array is not None and tensor.is_contiguous() and self._put_small(array, tensor, call, backward):
-                return
+            if array is not None and tensor.is_contiguous():
+                try:
+                    if self._stager.stage_small(array, call, backward, tensor):
+                        return
+                except BaseException as error:
+                    self._failed(
+                        error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0)
+                    )
+                    return
         reason = why_not(tensor)
         dtype = self._stored.get(tensor.dtype, "")
         shape = () if reason else tuple(tensor.shape)
@@ -75,21 +82,6 @@ class Sink:
         array = capture.array
         is_whole = array is not None and array.is_small and array.spec.chunk_shape == capture.shape
         return is_whole and capture.dtype == TORCH_DTYPES[tensor.dtype] and self._stager.copies_at_once(tensor)
-
-    def _put_small(self, array: Array, tensor: torch.Tensor, call: Call, backward: int) -> bool:
-        """Copy a small tensor at once if that is possible."""
-        try:
-            source = tensor.data_ptr()
-        except RuntimeError:  # a functorch tensor has no memory
-            return False
-        if not source:  # nor has one whose zeros are not stored
-            return False
-        try:
-            return self._stager.stage_small(array, call, backward, source)
-        except BaseException as error:
-            spec = array.spec
-            self._failed(error, Capture(spec.layer, spec.kind, spec.leaf, spec.dtype, *call[:2], backward, call.step, spec.chunk_shape, 0))
-            return True
 
     def _failed(self, error: BaseException, capture: Capture) -> None:
         """Raise what went wrong in the training loop, or end capturing with a warning if that is what was asked for."""

@@ -243,7 +243,7 @@ class Stager:
         """Say whether a tensor lives where its bytes can be read without waiting, as `stage_small` does."""
         return isinstance(self._devices.of(tensor), CpuDevice)
 
-    def stage_small(self, array: Array, call: Call, backward: int, source: int) -> bool:
+    def stage_small(self, array: Array, call: Call, backward: int, tensor: torch.Tensor) -> bool:
         """Copy one small tensor into the open region of its array, with its checksum, under one hold of the lock and of the GIL.
 
         Waits as `stage` does while the arena is full.
@@ -256,13 +256,14 @@ class Stager:
             The call of the layer.
         backward : int
             Which backward over that forward.
-        source : int
-            Address of the tensor's contiguous bytes in host memory.
+        tensor : torch.Tensor
+            In host memory, strided, contiguous, not lazily conjugated or negated.
 
         Returns
         -------
         bool
-            False if there was no room and captures are to be dropped then: `stage` does that.
+            False if nothing was done, because the tensor has no memory, or because there was no room and captures are to be dropped then: both are for
+            `stage`.
 
         Raises
         ------
@@ -271,6 +272,12 @@ class Stager:
         """
         if self.failure is not None:
             raise self.failure
+        try:
+            source = tensor.data_ptr()
+        except RuntimeError:  # a functorch tensor
+            return False
+        if not source:  # zeros that are not stored
+            return False
         where = call.coordinates
         thread = threading.get_ident()
         self._staging_threads.add(thread)

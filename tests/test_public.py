@@ -65,7 +65,7 @@ def test_signatures_are_pinned():
         hookstore.Recorder: {"at", "batches", "close", "flush", "progress"},
         hookstore.Run: {"batches", "close", "epochs", "info", "kinds", "layers", "manifest", "read"},
         hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
-        hookstore.Captures: {"get", "leaves", "row", "rows", "tensor"},
+        hookstore.Captures: {"get", "leaves", "row", "rows", "samples", "tensor"},
     }
     for kind, names in public.items():
         assert {name for name in vars(kind) if not name.startswith("_")} == names

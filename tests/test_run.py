@@ -12,12 +12,14 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 import hookstore
-from hookstore.manifest import SCHEMA, encode_part, read_manifest
+from hookstore import manifest
+from hookstore.manifest import SCHEMA, encode_part, make_batch, read_manifest
 from hookstore.shards import crc32c
 
 
@@ -107,6 +109,38 @@ def test_manifest_is_a_table_with_one_row_per_tensor(run):
     assert pc.sum(table["nbytes"]).as_py() == run.info().nbytes
 
 
+def test_rows_are_those_of_the_manifest(recorded, run):
+    assert run.manifest.equals(read_manifest(os.fspath(recorded[0])))
+    assert run.manifest is run.manifest
+    expected = [row for row in run.manifest.to_pylist() if (row["layer"], row["kind"]) == ("2", "parameter")]
+    captures = run["2"].parameter
+    assert captures.rows.schema == SCHEMA
+    assert captures.rows.to_pylist() == expected
+    assert captures.row(1, 2, leaf="bias", phase="eval") == next(
+        row for row in expected if (row["phase"], row["epoch"], row["batch"], row["leaf"]) == ("eval", 1, 2, "bias")
+    )
+    for row in expected:
+        assert np.array_equal(run.read(row), captures.get(row["epoch"], row["batch"], phase=row["phase"], leaf=row["leaf"]))
+
+
+def test_rows_of_parts_and_journal_together(tmp_path, monkeypatch):
+    """Each piece of the manifest counts into texts of its own."""
+    monkeypatch.setattr(manifest, "SEGMENT_ROWS", 7)
+    model = nn.Sequential(nn.Identity(), nn.Flatten(0))
+    with hookstore.record(model, tmp_path / "run", layers=["", "0", "1"], buffer_bytes=1 << 20) as recorder:
+        for batch in recorder.batches(range(20), epoch=0):
+            model(torch.full((2, batch % 3 + 1), float(batch)))
+            recorder.flush()
+            with hookstore.open(tmp_path / "run") as run:
+                for layer in run.layers:
+                    assert run[layer].activation[0, batch].reshape(-1).tolist() == [batch] * (2 * (batch % 3 + 1))
+                assert run.kinds == ["activation"]
+                assert len(run.manifest) == 3 * (batch + 1)
+                assert run.info().num_captures == 3 * (batch + 1)
+        assert os.listdir(tmp_path / "run" / "journal")
+        assert len(os.listdir(tmp_path / "run" / "manifest")) > 3
+
+
 def test_info(run):
     info = run.info()
     assert (info.state, info.num_captures, info.statuses) == ("finished", 84, {"ok": 84})
@@ -137,6 +171,7 @@ def test_info(run):
         (lambda run: run["0"].activation[7, 0], hookstore.MissingCaptureError, "there are epochs 0, 1"),
         (lambda run: run["0"].activation[0, 0, 1], hookstore.MissingCaptureError, "batch 0, call 1 was not captured"),
         (lambda run: run["0"].activation[0, -1], hookstore.MissingCaptureError, "batch -1 was not captured"),
+        (lambda run: run["0"].activation[2**70, 0], hookstore.MissingCaptureError, "there are epochs 0, 1"),
         (lambda run: run["0"].input[0, 0], hookstore.MissingCaptureError, "this layer has activation, gradient, parameter"),
         (lambda run: run["0"].gradient.get(0, 0, phase="eval"), hookstore.MissingCaptureError, "there is only phase 'train'"),
         (lambda run: run["0"].parameter[0, 0], hookstore.MissingCaptureError, "several leaves: 'bias', 'weight'; name one"),
@@ -237,10 +272,93 @@ def rewrite_manifest(path, **changes):
     for name, value in changes.items():
         index = table.schema.get_field_index(name)
         table = table.set_column(index, table.schema.field(name), pa.array([value] * table.num_rows, type=table.schema.field(name).type))
+    replace_part(path, encode_part(table.to_batches()))
+
+
+def replace_part(path, contents):
     for part in (path / "manifest").iterdir():
         part.unlink()
-    contents = encode_part(table.to_batches())
     (path / "manifest" / f"r0-a0-000000-{crc32c(contents):08x}.parquet").write_bytes(contents)
+
+
+def write_part(table, **options):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue().to_pybytes()
+
+
+def test_parts_that_make_no_sense(copied):
+    """Their checksums are right: whoever wrote them can write anything else, too."""
+    table = read_manifest(os.fspath(copied))
+
+    def with_column(name, values):
+        index = table.schema.get_field_index(name)
+        return table.set_column(index, name, values)
+
+    plain = write_part(table, compression="none", write_page_checksum=False)
+    texts = [b"activation", b"parameter"]
+    hostile = {
+        "page checksum": bytearray(write_part(table, compression="none", write_page_checksum=True)),
+        "text of another width": bytearray(plain),
+        "text that is no UTF-8": bytearray(plain),
+        "size that is null": write_part(with_column("shape", pa.array([[None, 2]] * len(table), type=pa.list_(pa.int64())))),
+        "text that is null": write_part(with_column("layer", pa.array([None] * len(table), type=pa.string()))),
+        "number for a text": write_part(with_column("layer", pa.array([1] * len(table)))),
+        "column that is missing": write_part(table.drop_columns(["layer"])),
+        "columns in another order": write_part(table.select(SCHEMA.names[::-1])),
+    }
+    start = plain.find(texts[0])
+    hostile["text that is no UTF-8"][start] = 0xFF
+    hostile["page checksum"][hostile["page checksum"].find(texts[0])] ^= 1
+    # two texts that become one: the numbers behind them then count too far
+    at = hostile["text of another width"].find(b"gradient")
+    hostile["text of another width"][at - 4 : at] = (9).to_bytes(4, "little")
+    for what, contents in hostile.items():
+        replace_part(copied, bytes(contents))
+        with pytest.raises(hookstore.CorruptRunError, match="no writer of this format wrote"):
+            hookstore.open(copied)
+            pytest.fail(what)
+    replace_part(copied, plain)
+    with hookstore.open(copied) as run:
+        assert run.manifest.equals(table)
+
+
+def test_parts_that_count_their_texts_differently(recorded, copied):
+    table = read_manifest(os.fspath(copied))
+    pieces = [table.filter(pc.equal(table["layer"], layer)) for layer in ("2", "0")]
+    for part in (copied / "manifest").iterdir():
+        part.unlink()
+    for index, piece in enumerate(pieces):
+        contents = encode_part(piece.to_batches())
+        (copied / "manifest" / f"r0-a0-{index:06d}-{crc32c(contents):08x}.parquet").write_bytes(contents)
+    with hookstore.open(copied) as run, hookstore.open(recorded[0]) as before:
+        assert run.manifest.equals(pa.concat_tables(pieces))
+        for layer in ("0", "2"):
+            assert run[layer].activation.rows.to_pylist() == before[layer].activation.rows.to_pylist()
+            assert np.array_equal(run[layer].activation.samples()[:], before[layer].activation.samples()[:])
+
+
+def test_texts_that_are_there_twice(copied):
+    """Two texts of a dictionary made equal: Arrow makes them one, and the numbers behind them count too far."""
+    table = read_manifest(os.fspath(copied))
+    index = SCHEMA.get_field_index("leaf")
+    leaves = ["aaaa", "bbbb", "cccc", *["bbbb"] * (len(table) - 3)]
+    contents = write_part(table.set_column(index, SCHEMA.field("leaf"), pa.array(leaves)), compression="none")
+    assert contents.count(b"bbbb") == 1
+    replace_part(copied, contents.replace(b"bbbb", b"aaaa"))
+    with pytest.raises(hookstore.CorruptRunError, match="out of bounds"):
+        hookstore.open(copied)
+
+
+def test_shapes_of_a_journal_with_nulls(copied):
+    (copied / "journal").mkdir(exist_ok=True)
+    row = read_manifest(os.fspath(copied)).slice(0, 1).to_pylist()[0]
+    batch = make_batch([tuple({**row, "shape": (2, None), "wall_time": 0}.values())])
+    writer = manifest.ManifestWriter(os.fspath(copied), attempt=1)
+    writer.append(batch)
+    writer.close()
+    with pytest.raises(hookstore.CorruptRunError, match="there are nulls"):
+        hookstore.open(copied)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +395,8 @@ def test_hostile_manifest_rows_are_refused(copied, changes):
     rewrite_manifest(copied, **changes)
     with hookstore.open(copied) as run, pytest.raises(hookstore.CorruptRunError):
         run["2"].activation[0, 0]
+    with hookstore.open(copied) as run, pytest.raises(hookstore.CorruptRunError):
+        run["2"].activation.samples()[0]
 
 
 def test_hostile_zarr_json(copied):
@@ -313,14 +433,17 @@ def test_reading_imports_neither_torch_nor_the_recording_side(recorded):
     script = """
 import sys, hookstore
 run = hookstore.open(sys.argv[1])
-run["2"].activation[0, 0], run.manifest, run.info()
+run["2"].activation[0, 0], run["2"].activation.samples()[[1, 0]]
+slow = {"pandas", "pyarrow.dataset"}
+print(sorted(slow & set(sys.modules)))
+run.manifest, run.info()
 recording = {"torch", "zarr", "hookstore.hooks", "hookstore.staging", "hookstore.writer", "hookstore.recorder", "hookstore.device"}
 print(sorted(recording & set(sys.modules)))
 run["2"].activation.tensor(0, 0)
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script, os.fspath(recorded[0])], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split("\n")[:2] == ["[]", "True"], done.stderr
+    assert done.stdout.split("\n")[:3] == ["[]", "[]", "True"], done.stderr
 
 
 def test_open_in_forked_data_loader_workers(recorded):
