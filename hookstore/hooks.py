@@ -28,6 +28,8 @@ from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
 
+_graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
+_is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
 # The plain flag where torch has it. Of the functions around it the older one logs a warning in newer versions.
 _is_symbolically_traced: Callable[[], bool] = (
     getattr(_symbolic_trace, "_get_is_fx_tracing", None)
@@ -72,6 +74,8 @@ class LayerHooks:
         self.name = layer.name
         self.sink = sink
         self.kinds = frozenset(kinds)
+        self.takes_activation = "activation" in self.kinds
+        self.takes_gradient = "gradient" in self.kinds
         self.takes_arguments = not self.kinds.isdisjoint(("input", "parameter"))
         self.calls = _Calls()
         self.was_called = False
@@ -108,7 +112,7 @@ class LayerHooks:
         sink = self.sink
         clock = sink.clock
         coordinates = clock.here() if sink.is_active and not _is_traced() else None
-        if coordinates is None or torch._C._current_graph_task_id() != -1:  # the latter: activation checkpointing computes it again
+        if coordinates is None or _graph_task() != -1:  # the latter: activation checkpointing computes it again
             stack.append(None)
             return None
         if stack and (stack[-1] is None or stack[-1].coordinates is not coordinates):
@@ -118,20 +122,18 @@ class LayerHooks:
             counter = coordinates.calls.setdefault(self.name, itertools.count())
         self.was_called = True
         # (next is atomic: replicas of a module run on several threads)
-        call = tuple.__new__(
-            Call, (coordinates, next(counter), clock.step, torch._C._autograd._get_sequence_nr())
-        )  # half the time of Call(…)
+        call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr()))  # half the time of Call(…)
         stack.append(call)
         return call
 
-    def see(self, leaves: Sequence[tuple[str, torch.Tensor]], output: Any, call: Call) -> None:
+    def see(self, leaves: Sequence[tuple[str, torch.Tensor]], output: object, call: Call) -> None:
         """Take what a call returned, of which the tensors are the leaves."""
-        if "activation" in self.kinds:
+        if self.takes_activation:
             for leaf, tensor in leaves:
                 self.sink.put(self.name, "activation", leaf, tensor, call)
             if not leaves:
                 self.sink.skip_value(self.name, "activation", call, f"the module returned a {type(output).__name__} without tensors")
-        if "gradient" in self.kinds and torch.is_grad_enabled():
+        if self.takes_gradient and torch.is_grad_enabled():
             self.watch(leaves, call)
 
     def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
@@ -165,7 +167,7 @@ class LayerHooks:
 
 def _is_traced() -> bool:
     """Say whether the model is being compiled, exported or traced instead of run."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or _is_symbolically_traced()
+    return _is_compiling() or _is_tracing() or _is_symbolically_traced()
 
 
 class _PreHook(_InertCopy):
@@ -201,8 +203,11 @@ class _PostHook(_InertCopy):
         call = stack.pop() if stack else None
         if call is None:
             return
-        if type(output) is torch.Tensor and not torch._C._len_torch_function_stack():
-            hooks.see((("", output),), output, call)
+        if type(output) is torch.Tensor and not torch._C._len_torch_function_stack():  # the usual case, as short as can be
+            if hooks.takes_activation:
+                hooks.sink.put(hooks.name, "activation", "", output, call)
+            if hooks.takes_gradient and torch.is_grad_enabled():
+                hooks.watch((("", output),), call)
         else:
             with torch._C.DisableTorchFunction():
                 hooks.see(list(tensor_leaves(output)), output, call)
@@ -231,7 +236,7 @@ class _TickHook(_InertCopy):
         self._hooks = hooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        if torch._C._current_graph_task_id() == -1 and not _is_traced():
+        if _graph_task() == -1 and not _is_traced():
             self._hooks.tick()
 
 

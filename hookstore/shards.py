@@ -32,6 +32,7 @@ from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_dire
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
+    MAX_SHARD_ENTRIES,
     MISSING,
     PAGE_BYTES,
     TRAILER_BYTES,
@@ -48,7 +49,7 @@ _ENTRY_DTYPE = np.dtype([("entry", "<u8"), ("offset", "<u8"), ("length", "<u8")]
 
 
 class ShardFiles:
-    """What the shards of one writing thread share: the descriptors, one buffer and one spool.
+    """What the shards of one writing thread share: the descriptors, the buffers and the spool.
 
     Parameters
     ----------
@@ -60,6 +61,7 @@ class ShardFiles:
         self.writer = DirectWriter()
         self.sink = Sink(self.writer)
         self.spool = Spool(spool_directory)
+        self.index = np.empty((MAX_SHARD_ENTRIES, 2), dtype="<u8")  # touched once, not for every shard
 
     def close(self) -> None:
         """Close every descriptor."""
@@ -219,21 +221,21 @@ class ShardWriter:
 
     def finish(self, rows: bytes) -> None:
         """Write what comes after the chunks: rows, trailer, index. Nothing can be appended any more."""
-        index = np.full((self.spec.num_entries, 2), MISSING, dtype="<u8")
+        index = self._files.index[: self.spec.num_entries]
+        index[:] = MISSING
         noted = self._entries.read()
         index[noted["entry"], 0], index[noted["entry"], 1] = noted["offset"], noted["length"]
         self._entries.clear()
-        index_bytes = index.tobytes()
-        tail = (
-            struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows))
-            + index_bytes
-            + crc32c(index_bytes).to_bytes(CRC_BYTES, "little")
-        )
+        trailer = struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows))
         sink = self._files.sink
         sink.begin(self.path, self._end)
         sink.add(rows)
-        sink.add(bytes(-(sink.position + len(tail)) % PAGE_BYTES))  # so that the index ends with a page, and the file with the index
-        sink.add(tail)
+        tail_bytes = len(trailer) + index.nbytes + CRC_BYTES
+        sink.add(bytes(-(sink.position + tail_bytes) % PAGE_BYTES))  # so that the index ends with a page, and the file with the index
+        sink.add(trailer)
+        index_bytes = memoryview(index.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # an ndarray is a buffer
+        sink.add(index_bytes)
+        sink.add(crc32c(index_bytes).to_bytes(CRC_BYTES, "little"))
         self._end = sink.finish()
 
     def publish(self) -> None:

@@ -15,6 +15,9 @@ from hookstore.schedule import Clock, Coordinates
 from hookstore.staging import Stager
 
 TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+# What a tensor is besides its dtype and shape: where it lives, dense or not, wrapped, nested, lazily conjugated or negated. It is read without giving the
+# GIL away, which would cost many times what a small copy does while the writer is waiting for it.
+_dispatch_keys = torch._C._dispatch_keys
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.parameter.Buffer)
 
 
@@ -50,18 +53,28 @@ class Sink:
         if not self.is_active:
             return
         key: tuple[object, ...] | None = None
-        if type(tensor) in _PLAIN_TYPES and not tensor.is_nested and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
-            key = (layer, kind, leaf, call.coordinates.phase, call.number > 0, tensor.dtype, tensor.shape)
+        array = None
+        try:
+            key = (
+                layer,
+                kind,
+                leaf,
+                call.coordinates.phase,
+                call.number > 0,
+                tensor.dtype,
+                tensor.shape,
+                _dispatch_keys(tensor).raw_repr(),
+            )
             array = self._small.get(key)
-            if array is not None and tensor.is_contiguous():
-                try:
-                    if self._stager.stage_small(array, call, backward, tensor):
-                        return
-                except BaseException as error:
-                    self._failed(
-                        error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0)
-                    )
+        except RuntimeError:  # a nested tensor has no shape
+            pass
+        if array is not None and type(tensor) in _PLAIN_TYPES and tensor.is_contiguous():
+            try:
+                if self._stager.stage_small(array, call, backward, tensor):
                     return
+            except BaseException as error:
+                self._failed(error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
+                return
         reason = why_not(tensor)
         dtype = self._stored.get(tensor.dtype, "")
         shape = () if reason else tuple(tensor.shape)
@@ -81,7 +94,14 @@ class Sink:
         """Say whether what comes like this one can be copied at once."""
         array = capture.array
         is_whole = array is not None and array.is_small and array.spec.chunk_shape == capture.shape
-        return is_whole and capture.dtype == TORCH_DTYPES[tensor.dtype] and self._stager.copies_at_once(tensor)
+        return (
+            is_whole
+            and type(tensor) in _PLAIN_TYPES
+            and capture.dtype == TORCH_DTYPES[tensor.dtype]
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and self._stager.copies_at_once(tensor)
+        )
 
     def _failed(self, error: BaseException, capture: Capture) -> None:
         """Raise what went wrong in the training loop, or end capturing with a warning if that is what was asked for."""

@@ -262,8 +262,7 @@ class Stager:
         Returns
         -------
         bool
-            False if nothing was done, because the tensor has no memory, or because there was no room and captures are to be dropped then: both are for
-            `stage`.
+            False if nothing was done: the tensor has no memory, or there is no room and captures are to be dropped then. Both are for `stage`.
 
         Raises
         ------
@@ -272,11 +271,8 @@ class Stager:
         """
         if self.failure is not None:
             raise self.failure
-        try:
-            source = tensor.data_ptr()
-        except RuntimeError:  # a functorch tensor
-            return False
-        if not source:  # zeros that are not stored
+        source = tensor.data_ptr()
+        if not source:
             return False
         where = call.coordinates
         thread = threading.get_ident()
