@@ -36,6 +36,8 @@ NOTE_DTYPE = np.dtype(
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PIECE_BYTES = 8 << 20
+_FIRST_BYTES = 32 << 20  # of the arena: enough to keep the disk busy
+_STEP_BYTES = 2 << 20  # by which more is used at least: a huge page
 
 
 class Region:
@@ -176,6 +178,9 @@ class Stager:
         Whether a capture that finds no room is dropped instead of waiting.
     encode : callable
         Encodes a whole chunk of an array (only used for a capture that is larger than the arena).
+    touch_s_per_byte : float
+        Seconds that a byte of the arena costs when it is used for the first time. Part of the arena lies fallow until waiting for the writer has taken longer
+        than that for the bytes that are needed. 0 for memory that has been in use.
     """
 
     def __init__(
@@ -186,6 +191,7 @@ class Stager:
         *,
         drop_when_full: bool = False,
         encode: Callable[[Array, memoryview], bytes] | None = None,
+        touch_s_per_byte: float = 0.0,
     ) -> None:
         self.arena_bytes = arena.numel()
         self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
@@ -200,7 +206,8 @@ class Stager:
         self._catalog = catalog
         self._drop = drop_when_full
         self._encode = encode
-        self._free = FreeList(self.arena_bytes, PAGE_BYTES)
+        self._touch_s_per_byte = touch_s_per_byte
+        self._free = FreeList(min(self.arena_bytes, _FIRST_BYTES) if touch_s_per_byte else self.arena_bytes, PAGE_BYTES)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
@@ -461,6 +468,7 @@ class Stager:
     def _open_region(self, array: Array, shard: tuple[int, ...]) -> Region | None:
         """Return an open region with a free slot, waiting for room if need be, or ``None`` if the capture is to be dropped."""
         ticket: object | None = None
+        grow_at = time.monotonic() + self._touch_s_per_byte * _smallest_region(array)
         try:
             while True:
                 region = array.region
@@ -477,14 +485,14 @@ class Stager:
                         except BaseException:
                             self._free.give_back(offset, num_bytes)
                             raise
-                # No room: wait in the order of arrival, so that a large capture is not starved.
-                self._close_if_writer_is_idle()
-                if self._drop:
-                    return None
-                if ticket is None:
+                if self._free.num_bytes == self.arena_bytes:
+                    self._close_if_writer_is_idle()
+                    if self._drop:
+                        return None
+                if ticket is None:  # wait in the order of arrival, so that a large capture is not starved
                     ticket = object()
                     self._waiting.append(ticket)
-                self._wait_for_room()
+                self._wait_for_room(_smallest_region(array), grow_at)
         finally:
             if ticket is not None:
                 self._waiting.remove(ticket)
@@ -498,16 +506,36 @@ class Stager:
         )  # many arrays must not fill the arena with room for more
         return max(smallest, min(array.region_bytes, share, self._free.largest_hole_bytes))
 
+    @property
+    def _writer_is_idle(self) -> bool:
+        return len(self._outstanding) == len(self._open) + len(self._closing)
+
     def _close_if_writer_is_idle(self) -> None:
         """Let the writer have what is partly filled, unless it has something that will make room: small pieces cost it as much as large ones."""
-        if len(self._outstanding) == len(self._open) + len(self._closing):
+        if self._writer_is_idle:
             for region in list(self._open):
                 self._close_region(region)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, num_bytes: int = 0, grow_at: float = 0.0) -> None:
+        """Wait until the writer has made some room; or, where memory lies fallow, at most until ``grow_at``, and use more then.
+
+        Parameters
+        ----------
+        num_bytes : int
+            What is needed in one piece.
+        grow_at : float
+            A time of ``time.monotonic``.
+        """
         if self.failure is not None:
             raise self.failure
-        self._room.wait()
+        fallow_bytes = self.arena_bytes - self._free.num_bytes
+        if not num_bytes or not fallow_bytes:
+            self._room.wait()
+        else:
+            patience_s = grow_at - time.monotonic()
+            if self._drop or self._writer_is_idle or patience_s <= 0 or not self._room.wait(patience_s):
+                self._free.extend(min(fallow_bytes, align(max(num_bytes, _STEP_BYTES), PAGE_BYTES)))
+                self._room.notify_all()
         if self.failure is not None:
             raise self.failure
 
@@ -567,10 +595,12 @@ class Stager:
         ticket = object()
         with self._lock:
             self._waiting.append(ticket)
+            grow_at = time.monotonic() + self._touch_s_per_byte * num_bytes
             try:
                 while self._waiting[0] is not ticket or (offset := self._free.take(num_bytes)) is None:
-                    self._close_if_writer_is_idle()
-                    self._wait_for_room()
+                    if self._free.num_bytes == self.arena_bytes:
+                        self._close_if_writer_is_idle()
+                    self._wait_for_room(num_bytes, grow_at)
             finally:
                 self._waiting.remove(ticket)
                 self._room.notify_all()
@@ -644,7 +674,7 @@ class Stager:
     @property
     def used_bytes(self) -> int:
         """Bytes of the arena that wait for the writer or are being filled."""
-        return self.arena_bytes - self._free.free_bytes
+        return self._free.num_bytes - self._free.free_bytes
 
     def fail(self, failure: BaseException) -> None:
         """Let every waiting and every further call raise the failure."""

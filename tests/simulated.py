@@ -452,13 +452,14 @@ class _InlineRoom:
         self._lock = lock
         self._consume = consume
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> bool:
         self._lock.release()
         try:
             if not self._consume():
                 raise CorruptionError("deadlock: the arena is full and nothing is on its way out of it")
         finally:
             self._lock.acquire()
+        return True
 
     def notify_all(self) -> None:
         pass
