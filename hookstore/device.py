@@ -30,7 +30,7 @@ import torch
 from hookstore.errors import UnsupportedModelError
 from hookstore.format import PAGE_BYTES, align
 
-_TOUCHED_BYTES = 4 << 20
+_TOUCHED_BYTES = 2 << 20  # a huge page
 _BLOCK_ALIGNMENT_BYTES = 512  # what the CUDA allocator gives, enough for every dtype
 
 

@@ -287,9 +287,11 @@ class Writer:
     def _turn(self) -> None:
         """Do what has come, or what time asks for."""
         with contextlib.suppress(queue.Empty):
-            self._take(self._stager.queue.get(timeout=_POLL_S))
+            self._take(self._stager.queue.get_nowait() if self._has_ready else self._stager.queue.get(timeout=_POLL_S))
             for _ in range(_ITEMS_PER_TURN):
                 self._take(self._stager.queue.get_nowait())
+        if self._has_ready:  # one, and then a look at what has come: the encoders must not run dry while the disk writes
+            self._write_region(self._preparing.popleft())
         now = time.monotonic()
         if self._blocks and now - self._noted_at >= _ROWS_AGE_S:
             self._acknowledge()
@@ -307,7 +309,6 @@ class Writer:
         elif isinstance(item, _Prepared):
             self._num_encoding -= 1
             self._encode_next()
-            self._write_ready()
         elif isinstance(item, Piece):
             self._write_piece(item)
         elif isinstance(item, Capture):
@@ -332,21 +333,20 @@ class Writer:
         to_sum_bytes = (len(notes) - int(np.count_nonzero(notes["has_crc32c"]))) * region.array.chunk_bytes
         if region.array.spec.codec is None and to_sum_bytes <= _CHECKSUM_HERE_BYTES:
             self.encoder.prepare(prepared)
-            self._write_ready()
         else:
             self._to_encode.append(prepared)
             self._encode_next()
 
     def _encode_next(self) -> None:
-        """Give encoders work, but no more than they can do next: what they have done lies beside the arena until it is written."""
-        while self._to_encode and self._num_encoding < self.encoder.num_threads + 1:
+        """Give encoders work; to encode, no more than they can do next, since what they have done lies beside the arena until it is written."""
+        while self._to_encode and (self._to_encode[0].region.array.spec.codec is None or self._num_encoding < self.encoder.num_threads + 1):
             self._num_encoding += 1
             self.encoder.submit(self._to_encode.popleft())
 
-    def _write_ready(self) -> None:
-        """Write the regions that are prepared, up to the first that is not."""
-        while self._preparing and self._preparing[0].is_ready:
-            self._write_region(self._preparing.popleft())
+    @property
+    def _has_ready(self) -> bool:
+        """Whether the region that is to be written next is prepared."""
+        return bool(self._preparing) and self._preparing[0].is_ready
 
     def _write_region(self, prepared: _Prepared) -> None:
         region, notes = prepared.region, prepared.notes
