@@ -40,7 +40,6 @@ _POLL_S = 0.1
 _ITEMS_PER_TURN = 64
 _REGION_AGE_S = 0.5  # with two polls and a write this keeps captures acknowledged within a second
 _ROWS_AGE_S = 0.1  # a journal frame costs the same for one row and for many
-_CHECKSUM_HERE_BYTES = 256 << 10  # more than that is summed by a thread beside this one, so that the disk does not wait for it
 _SYNC_AGE_S = 5.0  # and durable within ten
 _PLACES_UNSEALED = (
     4  # stretches of epochs and batches of an array whose shards stay open: gradients may come late, and loops may take turns
@@ -329,19 +328,23 @@ class Writer:
             return
         notes = np.frombuffer(self._stager.memory, NOTE_DTYPE, count=region.reserved, offset=region.notes_offset)[slots]
         prepared = _Prepared(region, slots, notes)
-        self._preparing.append(prepared)
-        to_sum_bytes = (len(notes) - int(np.count_nonzero(notes["has_crc32c"]))) * region.array.chunk_bytes
-        if region.array.spec.codec is None and to_sum_bytes <= _CHECKSUM_HERE_BYTES:
+        if region.array.spec.codec is None and (region.array.is_small or self._is_waiting):
             self.encoder.prepare(prepared)
-        else:
+        else:  # the disk must not wait for it
             self._to_encode.append(prepared)
             self._encode_next()
+        self._preparing.append(prepared)
 
     def _encode_next(self) -> None:
         """Give encoders work; to encode, no more than they can do next, since what they have done lies beside the arena until it is written."""
         while self._to_encode and (self._to_encode[0].region.array.spec.codec is None or self._num_encoding < self.encoder.num_threads + 1):
             self._num_encoding += 1
             self.encoder.submit(self._to_encode.popleft())
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether there is nothing else to do: then handing work to another thread costs more than it gains."""
+        return not self._preparing and self._stager.queue.empty()
 
     @property
     def _has_ready(self) -> bool:
