@@ -8,6 +8,7 @@ place of its segment.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import struct
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -153,29 +155,74 @@ class RowBlock:
 
 
 def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
-    """Turn blocks of rows into one record batch of the manifest's schema; the time it takes hangs on the blocks more than on the rows."""
+    """Turn blocks of rows into one record batch of the manifest's schema; the time it takes hangs on the blocks more than on the rows.
+
+    Columns are made of buffers, as the Arrow format lays them out: ``pyarrow.array`` would import pandas, where there is one, in the middle of a training.
+    """
     counts = [len(block.numbers) for block in blocks]
-    owners = pa.array(np.repeat(np.arange(len(blocks)), counts))
+    num_rows = sum(counts)
     # (not by np.concatenate, which looks for a common dtype again for every block)
     numbers = np.frombuffer(b"".join([block.numbers.tobytes() for block in blocks]), dtype=NUMBERS_DTYPE)
-    first_shapes = np.cumsum([0, *(len(block.shapes) for block in blocks[:-1])])
-    shape_owners = pa.array(numbers["shape"] + np.repeat(first_shapes, counts))
-    nbytes = [_tensor_bytes(block, shape) for block in blocks for shape in block.shapes]
     columns = []
     for field in SCHEMA:
         if field.name == "shape":
-            columns.append(pc.take(pa.array([shape for block in blocks for shape in block.shapes], type=field.type), shape_owners))
+            columns.append(_shape_column(blocks))
         elif field.name == "nbytes":
-            columns.append(pc.take(pa.array(nbytes, type=field.type), shape_owners))
+            columns.append(_plain_column(field.type, b"".join(map(_nbytes, blocks)), num_rows))
+        elif field.name == "loss_scale":
+            scales = np.repeat([np.nan if block.loss_scale is None else block.loss_scale for block in blocks], counts)
+            known = np.packbits(np.repeat([block.loss_scale is not None for block in blocks], counts), bitorder="little")
+            columns.append(_plain_column(field.type, scales, num_rows, known))
         elif field.name in _NUMBERS:
-            columns.append(pa.array(np.ascontiguousarray(numbers[field.name])).cast(field.type))
-        else:
-            columns.append(pc.take(pa.array([getattr(block, field.name) for block in blocks], type=field.type), owners))
+            columns.append(_plain_column(field.type, np.ascontiguousarray(numbers[field.name]), num_rows))
+        elif field.type == pa.string():
+            columns.append(_text_column([getattr(block, field.name).encode() for block in blocks], counts))
+        else:  # rank and attempt
+            values = np.repeat(np.array([getattr(block, field.name) for block in blocks], dtype="<i4"), counts)
+            columns.append(_plain_column(field.type, values, num_rows))
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def _tensor_bytes(block: RowBlock, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * DTYPES[block.dtype].itemsize if block.status == "ok" and block.dtype else 0
+def _plain_column(kind: pa.DataType, values: npt.NDArray[Any] | bytes, num_rows: int, known: npt.NDArray[Any] | None = None) -> pa.Array:
+    return pa.Array.from_buffers(kind, num_rows, [None if known is None else pa.py_buffer(known), pa.py_buffer(values)])
+
+
+def _text_column(texts: Sequence[bytes], counts: Sequence[int]) -> pa.Array:
+    """Make a column of each text as often as it counts."""
+    offsets = _offsets(np.repeat([len(text) for text in texts], counts))
+    contents = b"".join([text * count for text, count in zip(texts, counts, strict=True)])
+    return pa.Array.from_buffers(pa.string(), sum(counts), [None, pa.py_buffer(offsets), pa.py_buffer(contents)])
+
+
+def _shape_column(blocks: Sequence[RowBlock]) -> pa.Array:
+    lengths, counts, contents = [], [], []
+    for block in blocks:
+        for shape, count in _shape_runs(block):
+            lengths.append(len(shape))
+            counts.append(count)
+            contents.append(struct.pack(f"<{len(shape)}q", *shape) * count)
+    offsets = _offsets(np.repeat(lengths, counts))
+    values = _plain_column(pa.int64(), b"".join(contents), int(offsets[-1]))
+    return pa.Array.from_buffers(pa.list_(pa.int64()), len(offsets) - 1, [None, pa.py_buffer(offsets)], children=[values])
+
+
+def _shape_runs(block: RowBlock) -> Iterable[tuple[tuple[int, ...], int]]:
+    """Return the shapes of a block's rows in order, and how many rows in a row have each."""
+    if len(block.shapes) == 1:
+        return [(block.shapes[0], len(block.numbers))]
+    return [(block.shapes[position], len(list(run))) for position, run in itertools.groupby(block.numbers["shape"].tolist())]
+
+
+def _offsets(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    offsets = np.zeros(len(lengths) + 1, dtype="<i4")
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _nbytes(block: RowBlock) -> bytes:
+    """Return the bytes of each row's tensor as int64, little-endian."""
+    itemsize = DTYPES[block.dtype].itemsize if block.status == "ok" and block.dtype else 0
+    return b"".join([struct.pack("<q", math.prod(shape) * itemsize) * count for shape, count in _shape_runs(block)])
 
 
 class ShardRows:
