@@ -37,7 +37,9 @@ class Array:
     spec : ArraySpec
         What is fixed.
     path : str
-        Taken from ``spec`` once, as are ``chunk_bytes`` and ``stride_bytes``.
+        Taken from ``spec`` once, as are ``itemsize``, ``chunk_bytes`` and ``stride_bytes``.
+    element_strides : tuple of int
+        Strides of a chunk in elements.
     is_small : bool
         Whether its captures are copied at once, where that is possible; see `hookstore.staging.Stager.stage_small`.
     region : Region or None
@@ -46,11 +48,13 @@ class Array:
         Bytes of slots that the next region asks for. It is four times as large each time one is filled, so that arrays with few captures keep little memory.
     """
 
-    __slots__ = ("chunk_bytes", "is_small", "path", "region", "region_bytes", "spec", "stride_bytes")
+    __slots__ = ("chunk_bytes", "element_strides", "is_small", "itemsize", "path", "region", "region_bytes", "spec", "stride_bytes")
 
     def __init__(self, spec: ArraySpec) -> None:
         self.spec = spec
         self.path = spec.path
+        self.itemsize = DTYPES[spec.dtype].itemsize
+        self.element_strides = tuple(math.prod(spec.chunk_shape[axis + 1 :]) for axis in range(len(spec.chunk_shape)))
         self.chunk_bytes = spec.chunk_bytes
         self.stride_bytes = spec.stride_bytes
         self.is_small = self.chunk_bytes <= SMALL_BYTES

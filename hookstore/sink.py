@@ -44,7 +44,7 @@ class Sink:
             torch_dtype: dtype if dtype is not None and torch_dtype.is_floating_point else name
             for torch_dtype, name in TORCH_DTYPES.items()
         }
-        self._small: dict[tuple[object, ...], Array] = {}  # where tensors go that can be copied at once
+        self._known: dict[tuple[object, ...], Array] = {}  # where tensors go that are copied as whole chunks within the host
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
 
@@ -65,12 +65,15 @@ class Sink:
                 tensor.shape,
                 _dispatch_keys(tensor).raw_repr(),
             )
-            array = self._small.get(key)
+            array = self._known.get(key)
         except RuntimeError:  # a nested tensor has no shape
             pass
-        if array is not None and type(tensor) in _PLAIN_TYPES and tensor.is_contiguous():
+        if array is not None and type(tensor) in _PLAIN_TYPES:
             try:
-                if self._stager.stage_small(array, call, backward, tensor):
+                if array.is_small and tensor.is_contiguous():
+                    if self._stager.stage_small(array, call, backward, tensor):
+                        return
+                elif self._stager.stage_whole(array, call, backward, tensor.detach()):
                     return
             except BaseException as error:
                 self._failed(error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
@@ -86,21 +89,21 @@ class Sink:
                 self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
         except BaseException as error:
             self._failed(error, capture)
-        if key is not None and self._can_be_small(capture, tensor):
+        if key is not None and self._is_whole(capture, tensor):
             assert capture.array is not None
-            self._small[key] = capture.array
+            self._known[key] = capture.array
 
-    def _can_be_small(self, capture: Capture, tensor: torch.Tensor) -> bool:
-        """Say whether what comes like this one can be copied at once."""
+    def _is_whole(self, capture: Capture, tensor: torch.Tensor) -> bool:
+        """Say whether what comes like this one is copied byte by byte within the host, as a whole chunk."""
         array = capture.array
-        is_whole = array is not None and array.is_small and array.spec.chunk_shape == capture.shape
         return (
-            is_whole
+            array is not None
+            and array.spec.chunk_shape == capture.shape
             and type(tensor) in _PLAIN_TYPES
             and capture.dtype == TORCH_DTYPES[tensor.dtype]
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and self._stager.copies_at_once(tensor)
+            and self._stager.takes_whole(array, tensor)
         )
 
     def _failed(self, error: BaseException, capture: Capture) -> None:

@@ -201,6 +201,7 @@ class Stager:
         self._num_handed_over = 0  # captures, and their bytes, in regions that are closed
         self._handed_over_bytes = 0
         self._arena = arena
+        self._elements: dict[str, torch.Tensor] = {}  # the arena as elements of each dtype
         self._address = arena.data_ptr()
         self._devices = devices
         self._catalog = catalog
@@ -246,9 +247,26 @@ class Stager:
         finally:
             self._staging_threads.discard(thread)
 
-    def copies_at_once(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor lives where its bytes can be read without waiting, as `stage_small` does."""
-        return isinstance(self._devices.of(tensor), CpuDevice)
+    def takes_whole(self, array: Array, tensor: torch.Tensor) -> bool:
+        """Say whether `stage_whole` and `stage_small` may be used: the tensor lives in host memory, and the arena has room for one."""
+        return isinstance(self._devices.of(tensor), CpuDevice) and _smallest_region(array) <= self.arena_bytes
+
+    def stage_whole(self, array: Array, call: Call, backward: int, tensor: torch.Tensor) -> bool:
+        """Copy one tensor of its array's own dtype and shape; like `stage` otherwise.
+
+        Returns
+        -------
+        bool
+            False if nothing was done, because captures are to be dropped when there is no room: that is for `stage`.
+        """
+        if self.failure is not None:
+            raise self.failure
+        thread = threading.get_ident()
+        self._staging_threads.add(thread)
+        try:
+            return not self._stage_slot(array, call, backward, array.spec.chunk_shape, time.time_ns() // 1000, tensor)
+        finally:
+            self._staging_threads.discard(thread)
 
     def stage_small(self, array: Array, call: Call, backward: int, tensor: torch.Tensor) -> bool:
         """Copy one small tensor into the open region of its array, with its checksum, under one hold of the lock and of the GIL.
@@ -300,18 +318,8 @@ class Stager:
                 slot = region.reserved
                 start = region.offset + slot * array.stride_bytes
                 copy_small(self._address + start, source, array.chunk_bytes)
-                _NOTE.pack_into(
-                    self.memory,
-                    region.notes_offset + slot * _NOTE.size,
-                    where.epoch,
-                    where.batch,
-                    call.number,
-                    call.step,
-                    time.time_ns() // 1000,
-                    backward,
-                    crc32c(self.memory[start : start + array.chunk_bytes]),
-                    True,  # noqa: FBT003
-                )
+                crc = crc32c(self.memory[start : start + array.chunk_bytes])
+                self._note(region, slot, call, backward, time.time_ns() // 1000, crc, has_crc=True)
                 region.reserved = slot + 1  # from here on it is captured; an interrupt before leaves the slot free
                 if slot + 1 == region.num_slots:
                     array.grow_region()
@@ -337,11 +345,18 @@ class Stager:
             calls=capture.call > 0,
             epoch_batches=epoch_batches,
         )
-        shard = array.spec.shard_of(where.epoch, where.batch, capture.call)
+        capture.array = array
         if _smallest_region(array) > self.arena_bytes:
-            capture.array = array
-            self._stage_oversize(capture, shard, tensor)
+            self._stage_oversize(capture, array.spec.shard_of(where.epoch, where.batch, capture.call), tensor)
             return
+        call = Call(where, capture.call, capture.step, 0)
+        reason = self._stage_slot(array, call, capture.backward, capture.shape, capture.wall_time_us, tensor)
+        if reason:
+            self._drop_capture(capture, reason)
+
+    def _stage_slot(self, array: Array, call: Call, backward: int, shape: tuple[int, ...], wall_time_us: int, tensor: torch.Tensor) -> str:
+        """Copy a tensor into a slot; return "", or why there is none."""
+        where = call.coordinates
         region: Region | None = None
         slot = -1
         transfer = None
@@ -351,28 +366,41 @@ class Stager:
             with self._lock:
                 found = array.region
                 if (
-                    found is None or found.shard != shard or found.reserved == found.num_slots
-                ):  # the last: an interrupt kept it from being closed
-                    found = self._open_region(array, shard)
+                    found is None
+                    or where.batch not in found.batches
+                    or where.epoch not in found.epochs
+                    or call.number not in found.calls
+                    or found.reserved == found.num_slots  # an interrupt kept it from being closed
+                ):
+                    found = self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number))
                 if found is not None:
                     slot = found.reserved
+                    self._note(found, slot, call, backward, wall_time_us, 0, has_crc=False)
+                    if shape != array.spec.chunk_shape:
+                        found.shapes[slot] = shape
                     region = found
                     found.pending.add(slot)
                     found.reserved = slot + 1
                     if found.reserved == found.num_slots:
                         array.grow_region()
                         self._close_region(found)
+                else:
+                    reason = f"the staging buffer of {self.arena_bytes:,} bytes was full"
             if region is not None:
-                capture.array = array
-                transfer = self._copy(region, slot, capture, tensor)
+                transfer = self._copy(array, region.offset + slot * array.stride_bytes, shape, tensor)
                 copied = True
         except torch.OutOfMemoryError:  # training is never killed by a capture
             reason = f"{tensor.device} has no memory for a copy"
         finally:
             if region is not None:
-                self._hand_over_for_sure(region, slot, capture if copied else None, transfer)
-        if not copied:
-            self._drop_capture(capture, reason)
+                self._hand_over_for_sure(region, slot, transfer, copied=copied)
+        return reason
+
+    def _note(self, region: Region, slot: int, call: Call, backward: int, wall_time_us: int, crc: int, *, has_crc: bool) -> None:
+        """Write what the manifest needs of a capture behind the slots of its region."""
+        where = call.coordinates
+        position = region.notes_offset + slot * _NOTE.size
+        _NOTE.pack_into(self.memory, position, where.epoch, where.batch, call.number, call.step, wall_time_us, backward, crc, has_crc)
 
     def note(self, capture: Capture) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.
@@ -386,57 +414,42 @@ class Stager:
             raise self.failure
         self.queue.put(capture)
 
-    def _copy(self, region: Region, slot: int, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
+    def _copy(self, array: Array, start: int, shape: tuple[int, ...], tensor: torch.Tensor) -> Transfer | None:
         if torch._C._len_torch_dispatch_stack() > 0:
             # A dispatch mode around the user's forward (selective checkpointing, FLOP counters) must not see our copy.
             with _disable_current_modes():
-                return self._copy_into(region, slot, capture, tensor)
-        return self._copy_into(region, slot, capture, tensor)
+                return self._copy_into(array, start, shape, tensor)
+        return self._copy_into(array, start, shape, tensor)
 
-    def _copy_into(self, region: Region, slot: int, capture: Capture, tensor: torch.Tensor) -> Transfer | None:
-        spec = region.array.spec
-        start = region.offset + slot * region.array.stride_bytes
-        with torch.inference_mode(mode=False):
-            chunk = self._arena[start : start + region.array.chunk_bytes].view(getattr(torch, spec.dtype)).view(spec.chunk_shape)
-        if capture.shape != spec.chunk_shape:
-            _fill(chunk, capture.dtype)
+    def _copy_into(self, array: Array, start: int, shape: tuple[int, ...], tensor: torch.Tensor) -> Transfer | None:
+        spec = array.spec
+        elements = self._elements.get(spec.dtype)
+        if elements is None:
+            with torch.inference_mode(mode=False):
+                elements = self._elements[spec.dtype] = self._arena.view(getattr(torch, spec.dtype))
+        chunk = elements.as_strided(spec.chunk_shape, array.element_strides, start // array.itemsize)
+        if shape != spec.chunk_shape:
+            _fill(chunk, spec.dtype)
         return self._devices.of(tensor).copy(chunk, tensor)
 
-    def _hand_over_for_sure(self, region: Region, slot: int, capture: Capture | None, transfer: Transfer | None) -> None:
+    def _hand_over_for_sure(self, region: Region, slot: int, transfer: Transfer | None, *, copied: bool) -> None:
         """Hand a slot over even if the user interrupts just then; the writer would wait for it for ever."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
-                self._hand_over(region, slot, capture, transfer)
+                self._hand_over(region, slot, transfer, copied=copied)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _hand_over(self, region: Region, slot: int, capture: Capture | None, transfer: Transfer | None) -> None:
+    def _hand_over(self, region: Region, slot: int, transfer: Transfer | None, *, copied: bool) -> None:
         with self._lock:
             if slot not in region.pending:
                 return  # it was, before an interrupt came
-            if capture is None:
-                if slot < region.reserved:  # else an interrupt came so early that the slot is free
-                    region.holes.add(slot)
-            else:
-                where = capture.coordinates
-                _NOTE.pack_into(
-                    self.memory,
-                    region.notes_offset + slot * _NOTE.size,
-                    where.epoch,
-                    where.batch,
-                    capture.call,
-                    capture.step,
-                    capture.wall_time_us,
-                    capture.backward,
-                    0,
-                    False,  # noqa: FBT003
-                )
-                if capture.shape != region.array.spec.chunk_shape:
-                    region.shapes[slot] = capture.shape
+            if not copied and slot < region.reserved:  # (else an interrupt came so early that the slot is free)
+                region.holes.add(slot)
             if transfer is not None:
                 region.transfers.append(transfer)
             region.pending.remove(slot)
@@ -450,9 +463,8 @@ class Stager:
             self._handed_over_bytes += region.num_captures * region.array.chunk_bytes
             self.queue.put(region)
 
-    def _drop_capture(self, capture: Capture, reason: str = "") -> None:
+    def _drop_capture(self, capture: Capture, reason: str) -> None:
         self.num_dropped += 1
-        reason = reason or f"the staging buffer of {self.arena_bytes:,} bytes was full"
         capture.array, capture.status, capture.reason = None, "dropped", reason
         self.note(capture)
         if self.num_dropped == 1:
@@ -561,7 +573,7 @@ class Stager:
         array = capture.array
         assert array is not None
         if self._drop:
-            self._drop_capture(capture)
+            self._drop_capture(capture, f"the staging buffer of {self.arena_bytes:,} bytes is smaller than it")
             return
         chunk = _whole_chunk(array, capture, tensor)
         if array.spec.codec is not None:
