@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import mmap
 import threading
-import time
 from collections import deque
 from typing import Any, Protocol
 
@@ -30,7 +29,6 @@ import torch
 from hookstore.errors import UnsupportedModelError
 from hookstore.format import PAGE_BYTES, align
 
-_TOUCHED_BYTES = 2 << 20  # a huge page
 _BLOCK_ALIGNMENT_BYTES = 512  # what the CUDA allocator gives, enough for every dtype
 
 
@@ -412,15 +410,3 @@ def allocate_host(num_bytes: int, *, pinned: bool) -> torch.Tensor:
                     mmap.MADV_HUGEPAGE
                 )  # a fault for each 2 MiB instead of each 4 KiB, while the arena is touched for the first time
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def first_touch_s_per_byte(memory: torch.Tensor) -> float:
-    """Measure on the first few pages how long the system takes to back new memory, in seconds per byte.
-
-    It is a tenth of a nanosecond on some hosts and two nanoseconds on others, such as virtual machines whose own memory is given to them on first use: there it
-    takes longer than writing the same bytes to a disk.
-    """
-    pages = memory[:_TOUCHED_BYTES:PAGE_BYTES]
-    started = time.perf_counter()
-    pages.zero_()
-    return (time.perf_counter() - started) / (pages.numel() * PAGE_BYTES)

@@ -338,8 +338,12 @@ class SpooledRecords:
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Keep a copy of records."""
-        self._newest.append(records.tobytes())
-        self._num_newest_bytes += records.nbytes
+        self.append_bytes(records.tobytes())
+
+    def append_bytes(self, records: bytes) -> None:
+        """Keep records that are given as their bytes."""
+        self._newest.append(records)
+        self._num_newest_bytes += len(records)
         if self._num_newest_bytes >= self._piece_bytes:
             contents = b"".join(self._newest)
             num_whole = len(contents) // self._piece_bytes * self._piece_bytes

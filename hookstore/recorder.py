@@ -21,7 +21,7 @@ from torch import nn
 
 from hookstore import __version__
 from hookstore.codecs import codec_metadata
-from hookstore.device import Devices, allocate_host, check_device, first_touch_s_per_byte
+from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
 from hookstore.files import sync_directory, write_atomically
 from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
@@ -219,14 +219,13 @@ class Recorder:
         self._clock = Clock(schedule, phase, budget)
         catalog = ArrayCatalog(every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs)
         pinned = any(parameter.is_cuda for parameter in model.parameters())
-        arena = allocate_host(buffer_bytes, pinned=pinned)
         self._stager = Stager(
-            arena,
+            allocate_host(buffer_bytes, pinned=pinned),
             Devices(_DEVICE_RING_BYTES),
             catalog,
             drop_when_full=drop_when_full,
             encode=self._encode,
-            touch_s_per_byte=0.0 if pinned else first_touch_s_per_byte(arena),
+            is_untouched=not pinned,
         )
         self._writer = Writer(path, self._stager, num_epochs=schedule.num_epochs, epoch_batches=lambda: self._clock.epoch_batches)
         self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure)

@@ -43,6 +43,7 @@ from hookstore.format import (
     unsealed_name,
 )
 
+_ENTRY = struct.Struct("<QQQ")
 _ENTRY_DTYPE = np.dtype([("entry", "<u8"), ("offset", "<u8"), ("length", "<u8")])
 
 # Writing ----------------------------------------------------------------------------------------------------------
@@ -159,6 +160,27 @@ class ShardWriter:
         offsets = offset + slots.astype(np.int64) * stride
         self._note(entries, offsets, length + CRC_BYTES, offset + padded)
         return offsets
+
+    def append_chunk(self, memory: memoryview, entry: int, crc: int) -> int:
+        """Write one unencoded chunk that lies at the start of page-aligned memory, and return its offset.
+
+        The same as `append_region` for one slot, which is the usual case for large chunks, in a tenth of the time.
+
+        Parameters
+        ----------
+        memory : memoryview
+            As for `append_region`.
+        entry, crc : int
+            Its entry in the index, and its crc32c.
+        """
+        length = self.spec.chunk_bytes
+        end = align(self.spec.stride_bytes, PAGE_BYTES)
+        memory[length:end] = crc.to_bytes(CRC_BYTES, "little") + bytes(end - length - CRC_BYTES)
+        offset = self._end
+        self._files.writer.write(self.path, memory[:end], offset)
+        self._entries.append_bytes(_ENTRY.pack(entry, offset, length + CRC_BYTES))
+        self._end = offset + end
+        return offset
 
     def append_encoded(self, chunks: Iterable[bytes], entries: npt.ArrayLike) -> tuple[list[int], list[int], list[int]]:
         """Write encoded chunks.

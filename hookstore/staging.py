@@ -24,12 +24,12 @@ from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
 from hookstore.layout import Array, ArrayCatalog, Call, Capture
 
-_NOTE = struct.Struct("<5qiII4x")
+NOTE = struct.Struct("<5qiII4x")
 NOTE_DTYPE = np.dtype(
     {
         "names": ["epoch", "batch", "call", "step", "wall_time", "backward", "crc32c", "has_crc32c"],
         "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4"],
-        "itemsize": _NOTE.size,
+        "itemsize": NOTE.size,
     }
 )
 """What stands about each capture behind the slots of its region: coordinates, and the checksum where it was taken with the copy."""
@@ -37,6 +37,8 @@ NOTE_DTYPE = np.dtype(
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PIECE_BYTES = 8 << 20
 _FIRST_BYTES = 32 << 20  # of the arena: enough to keep the disk busy
+_USUAL_TOUCH_S_PER_BYTE = 0.25e-9
+_MOST_TOUCH_S_PER_BYTE = 4e-9
 _STEP_BYTES = 2 << 20  # by which more is used at least: a huge page
 
 
@@ -57,6 +59,8 @@ class Region:
         Captures that it can take.
     notes_offset : int
         Where the notes begin in the arena, as `NOTE_DTYPE`.
+    is_untouched : bool
+        Whether the system still has to back some of it with memory.
     reserved : int
         Slots given out. This and what follows is guarded by the stager's lock.
     pending, holes : set of int
@@ -76,6 +80,7 @@ class Region:
         "closed",
         "epochs",
         "holes",
+        "is_untouched",
         "notes_offset",
         "num_bytes",
         "num_slots",
@@ -89,14 +94,15 @@ class Region:
         "transfers",
     )
 
-    def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int) -> None:
+    def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int, *, is_untouched: bool) -> None:
         self.array = array
         self.shard = shard
         self.epochs, self.batches, self.calls = array.spec.shard_ranges(shard)
         self.offset = offset
         self.num_bytes = num_bytes
-        self.num_slots = num_bytes // (array.stride_bytes + _NOTE.size)
+        self.num_slots = num_bytes // (array.stride_bytes + NOTE.size)
         self.notes_offset = offset + self.num_slots * array.stride_bytes
+        self.is_untouched = is_untouched
         self.reserved = 0
         self.pending: set[int] = set()
         self.holes: set[int] = set()
@@ -178,9 +184,10 @@ class Stager:
         Whether a capture that finds no room is dropped instead of waiting.
     encode : callable
         Encodes a whole chunk of an array (only used for a capture that is larger than the arena).
-    touch_s_per_byte : float
-        Seconds that a byte of the arena costs when it is used for the first time. Part of the arena lies fallow until waiting for the writer has taken longer
-        than that for the bytes that are needed. 0 for memory that has been in use.
+    is_untouched : bool
+        Whether the system still has to back the arena with memory. That takes a tenth of a nanosecond a byte on some hosts and two on others, such as virtual
+        machines whose own memory is given to them on first use: longer than writing it to a disk. So part of the arena lies fallow until waiting for
+        the writer has taken longer than a copy to new memory would have.
     """
 
     def __init__(
@@ -191,7 +198,7 @@ class Stager:
         *,
         drop_when_full: bool = False,
         encode: Callable[[Array, memoryview], bytes] | None = None,
-        touch_s_per_byte: float = 0.0,
+        is_untouched: bool = False,
     ) -> None:
         self.arena_bytes = arena.numel()
         self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
@@ -207,8 +214,9 @@ class Stager:
         self._catalog = catalog
         self._drop = drop_when_full
         self._encode = encode
-        self._touch_s_per_byte = touch_s_per_byte
-        self._free = FreeList(min(self.arena_bytes, _FIRST_BYTES) if touch_s_per_byte else self.arena_bytes, PAGE_BYTES)
+        self._touched_bytes = 0 if is_untouched else self.arena_bytes
+        self._touch_s_per_byte = _USUAL_TOUCH_S_PER_BYTE
+        self._free = FreeList(min(self.arena_bytes, _FIRST_BYTES) if is_untouched else self.arena_bytes, PAGE_BYTES)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
@@ -387,8 +395,11 @@ class Stager:
                 else:
                     reason = f"the staging buffer of {self.arena_bytes:,} bytes was full"
             if region is not None:
+                started = time.perf_counter() if region.is_untouched else 0.0
                 transfer = self._copy(array, region.offset + slot * array.stride_bytes, shape, tensor)
                 copied = True
+                if started:
+                    self._learn_touch(time.perf_counter() - started, array.chunk_bytes)
         except torch.OutOfMemoryError:  # training is never killed by a capture
             reason = f"{tensor.device} has no memory for a copy"
         finally:
@@ -396,11 +407,15 @@ class Stager:
                 self._hand_over_for_sure(region, slot, transfer, copied=copied)
         return reason
 
+    def _learn_touch(self, took_s: float, num_bytes: int) -> None:
+        """Note how long a copy to memory took that had not been used before."""
+        self._touch_s_per_byte = min((self._touch_s_per_byte + took_s / num_bytes) / 2, _MOST_TOUCH_S_PER_BYTE)
+
     def _note(self, region: Region, slot: int, call: Call, backward: int, wall_time_us: int, crc: int, *, has_crc: bool) -> None:
         """Write what the manifest needs of a capture behind the slots of its region."""
         where = call.coordinates
-        position = region.notes_offset + slot * _NOTE.size
-        _NOTE.pack_into(self.memory, position, where.epoch, where.batch, call.number, call.step, wall_time_us, backward, crc, has_crc)
+        position = region.notes_offset + slot * NOTE.size
+        NOTE.pack_into(self.memory, position, where.epoch, where.batch, call.number, call.step, wall_time_us, backward, crc, has_crc)
 
     def note(self, capture: Capture) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.
@@ -552,7 +567,8 @@ class Stager:
             raise self.failure
 
     def _make_region(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int) -> Region:
-        region = Region(array, shard, offset, num_bytes)
+        region = Region(array, shard, offset, num_bytes, is_untouched=offset + num_bytes > self._touched_bytes)
+        self._touched_bytes = max(self._touched_bytes, offset + num_bytes)
         self._outstanding[region] = None
         self._open[region] = None
         array.region = region
@@ -697,7 +713,7 @@ class Stager:
 
 def _smallest_region(array: Array) -> int:
     """Return the bytes of a region for one capture."""
-    return align(array.stride_bytes + _NOTE.size, PAGE_BYTES)
+    return align(array.stride_bytes + NOTE.size, PAGE_BYTES)
 
 
 def _fill(slot: torch.Tensor, dtype: str) -> None:

@@ -34,7 +34,7 @@ from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
 from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums
-from hookstore.staging import NOTE_DTYPE, Oversize, Piece, Region, Stager
+from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager
 
 _POLL_S = 0.1
 _ITEMS_PER_TURN = 64
@@ -130,7 +130,7 @@ class Encoder:
             starts = (region.offset + prepared.slots * array.stride_bytes).tolist()
             prepared.chunks = [self.encode(array, self._memory[start : start + array.chunk_bytes]) for start in starts]
             return
-        crcs = notes["crc32c"].copy()
+        crcs = notes["crc32c"]
         missing = notes["has_crc32c"] == 0
         if missing.any():
             crcs[missing] = chunk_checksums(
@@ -352,22 +352,13 @@ class Writer:
         return bool(self._preparing) and self._preparing[0].is_ready
 
     def _write_region(self, prepared: _Prepared) -> None:
-        region, notes = prepared.region, prepared.notes
+        region = prepared.region
         spec = region.array.spec
-        shard = self._shard(region.array, region.shard, (int(notes["epoch"].max()), int(notes["batch"].max()), int(notes["call"].max())))
-        entries = spec.entries(notes["epoch"], notes["batch"], notes["call"])
-        numbers = np.empty(len(notes), dtype=NUMBERS_DTYPE)
-        for name in ("epoch", "batch", "call", "step", "wall_time", "backward"):
-            numbers[name] = notes[name]
-        if prepared.chunks is not None:
-            numbers["offset"], numbers["length"], numbers["crc32c"] = shard.append_encoded(prepared.chunks, entries)
+        if len(prepared.notes) == 1 and prepared.chunks is None and not region.holes:
+            shard, numbers = self._write_one(prepared)
         else:
-            assert prepared.crcs is not None
-            memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
-            numbers["offset"] = shard.append_region(memory, prepared.slots, entries, prepared.crcs)
-            numbers["length"], numbers["crc32c"] = region.array.chunk_bytes + CRC_BYTES, prepared.crcs
+            shard, numbers = self._write_many(prepared)
         shapes = {spec.chunk_shape: 0}
-        numbers["shape"] = 0
         for slot, shape in region.shapes.items():
             numbers["shape"][prepared.slots == slot] = shapes.setdefault(shape, len(shapes))
         self._stager.release(region)
@@ -388,6 +379,35 @@ class Writer:
             numbers=numbers,
         )
         self._note(block, shard)
+
+    def _write_one(self, prepared: _Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
+        """Write a region of one capture, as large ones are: without NumPy, whose calls cost more than they do here."""
+        region, array = prepared.region, prepared.region.array
+        assert prepared.crcs is not None
+        epoch, batch, call, step, wall_time, backward, _, _ = NOTE.unpack_from(self._stager.memory, region.notes_offset)
+        crc = int(prepared.crcs[0])
+        shard = self._shard(array, region.shard, (epoch, batch, call))
+        memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
+        offset = shard.append_chunk(memory, array.spec.entries(epoch, batch, call), crc)
+        place = (epoch, batch, call, step, wall_time, offset, array.chunk_bytes + CRC_BYTES, backward, crc, 0)
+        return shard, np.array([place], dtype=NUMBERS_DTYPE)
+
+    def _write_many(self, prepared: _Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
+        region, notes = prepared.region, prepared.notes
+        spec = region.array.spec
+        shard = self._shard(region.array, region.shard, (int(notes["epoch"].max()), int(notes["batch"].max()), int(notes["call"].max())))
+        entries = spec.entries(notes["epoch"], notes["batch"], notes["call"])
+        numbers = np.zeros(len(notes), dtype=NUMBERS_DTYPE)
+        for name in ("epoch", "batch", "call", "step", "wall_time", "backward"):
+            numbers[name] = notes[name]
+        if prepared.chunks is not None:
+            numbers["offset"], numbers["length"], numbers["crc32c"] = shard.append_encoded(prepared.chunks, entries)
+        else:
+            assert prepared.crcs is not None
+            memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
+            numbers["offset"] = shard.append_region(memory, prepared.slots, entries, prepared.crcs)
+            numbers["length"], numbers["crc32c"] = region.array.chunk_bytes + CRC_BYTES, prepared.crcs
+        return shard, numbers
 
     def _write_piece(self, piece: Piece) -> None:
         if piece.transfer is not None:

@@ -239,7 +239,7 @@ MUTANTS = [
         "the writer gives a region back before it has written it",
         ("recorded",),
         (
-            of_writer("_write_region", "shard = self._shard(", "self._stager.release(region); shard = self._shard("),
+            of_writer("_write_region", "if len(prepared.notes) == 1", "self._stager.release(region)\n    if len(prepared.notes) == 1"),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,

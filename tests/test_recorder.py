@@ -139,6 +139,7 @@ def test_run_json_says_what_was_recorded(path):
         "every": 5,
         "phases": ["train"],
         "dtype": "float16",
+        "max_slowdown": None,
         "codec": {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
     }
     assert description["environment"]["torch"] == torch.__version__
@@ -535,11 +536,13 @@ def test_thread_that_outlives_the_main_thread_gets_an_error_and_no_hang(path):
 def test_acknowledged_captures_survive_a_kill(path, number):
     done = run_script(
         f"""
-        import os
+        import os, time
         recorder = hookstore.record((model := Returns()), sys.argv[1], layers="", buffer_bytes=1 << 20)
         for batch in recorder.batches(range(1000), epoch=0):
             model(torch.full((10_000,), float(batch)))
             if batch == 500:
+                while not recorder.progress.num_acknowledged:
+                    time.sleep(0.01)
                 print(recorder.progress.num_acknowledged, flush=True)
                 os.kill(os.getpid(), {int(number)})
         """,
