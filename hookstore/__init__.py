@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hookstore.captures import Captures, LayerRun
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.run import Run, RunInfo, open  # noqa: A004
+    from hookstore.samples import Samples
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "Run",
     "RunExistsError",
     "RunInfo",
+    "Samples",
     "SelectionError",
     "UnknownLayerError",
     "UnsupportedModelError",
@@ -60,6 +62,7 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
+    "Samples": "hookstore.samples",
     **dict.fromkeys(("Captures", "LayerRun"), "hookstore.captures"),
     **dict.fromkeys(("Run", "RunInfo", "open"), "hookstore.run"),
 }

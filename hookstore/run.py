@@ -256,6 +256,14 @@ class Run:
             groups=groups,
         )
 
+    def _why_left_out(self, phase: str, epoch: int, batch: int) -> str:
+        """Return the reason for which a whole batch was left out, or ""."""
+        rows = self._rows_with(kind="", phase=phase)
+        for found in rows.select(["epoch", "batch", "reason"]).to_pylist():
+            if (found["epoch"], found["batch"]) == (epoch, batch):
+                return str(found["reason"])
+        return ""
+
     def _rows_with(self, **texts: str) -> pa.Table:
         """Return the rows that have these texts in these columns, still coded."""
         is_wanted = np.ones(self._rows.num_rows, dtype=bool)

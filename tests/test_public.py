@@ -32,6 +32,7 @@ def test_public_names_are_pinned():
         "Recorder",
         "Run",
         "RunInfo",
+        "Samples",
         "__version__",
         "open",
         "record",
@@ -59,6 +60,7 @@ def test_signatures_are_pinned():
         "buffer_bytes",
         "on_full",
         "on_error",
+        "max_slowdown",
     ]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
     public = {
@@ -66,6 +68,7 @@ def test_signatures_are_pinned():
         hookstore.Run: {"batches", "close", "epochs", "info", "kinds", "layers", "manifest", "read"},
         hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
         hookstore.Captures: {"get", "leaves", "row", "rows", "samples", "tensor"},
+        hookstore.Samples: {"where"},
     }
     for kind, names in public.items():
         assert {name for name in vars(kind) if not name.startswith("_")} == names
@@ -93,7 +96,7 @@ def test_version_is_one():
 
 FLOW = (
     *("errors", "format", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks"),
-    *("codecs", "files", "shards", "manifest", "arrays", "writer", "recorder", "captures", "run", "bench", "cli", "demo"),
+    *("codecs", "files", "shards", "manifest", "arrays", "writer", "recorder", "samples", "captures", "run", "bench", "cli", "demo"),
 )
 
 
@@ -117,8 +120,8 @@ def imports_of(module):
 @pytest.mark.parametrize("module", FLOW)
 def test_imports_follow_the_flow_of_data(module):
     allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
-    if module in ("captures", "run"):  # the reading side
-        allowed &= {"errors", "format", "codecs", "files", "shards", "manifest", "captures"}
+    if module in ("samples", "captures", "run"):  # the reading side
+        allowed &= {"errors", "format", "codecs", "files", "shards", "manifest", "samples", "captures"}
     assert imports_of(module) <= allowed
     assert set(FLOW) == {path.stem for path in (ROOT / "hookstore").glob("*.py")} - {"__init__"}
 

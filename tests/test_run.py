@@ -19,7 +19,7 @@ from torch import nn
 
 import hookstore
 from hookstore import manifest
-from hookstore.manifest import SCHEMA, encode_part, make_batch, read_manifest
+from hookstore.manifest import SCHEMA, encode_part, read_manifest
 from hookstore.shards import crc32c
 
 
@@ -353,7 +353,7 @@ def test_texts_that_are_there_twice(copied):
 def test_shapes_of_a_journal_with_nulls(copied):
     (copied / "journal").mkdir(exist_ok=True)
     row = read_manifest(os.fspath(copied)).slice(0, 1).to_pylist()[0]
-    batch = make_batch([tuple({**row, "shape": (2, None), "wall_time": 0}.values())])
+    batch = pa.RecordBatch.from_pylist([{**row, "shape": (2, None), "wall_time": 0}], schema=manifest.SCHEMA)
     writer = manifest.ManifestWriter(os.fspath(copied), attempt=1)
     writer.append(batch)
     writer.close()

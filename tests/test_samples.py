@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookstore
-from hookstore import captures as captures_module
+from hookstore import samples as samples_module
 from hookstore.errors import CaptureWarning, CorruptRunError, MissingCaptureError, OptionError
 from hookstore.manifest import encode_part, read_manifest
 from hookstore.shards import ShardReader
@@ -105,7 +105,7 @@ def test_rows_are_those_of_the_captures(
     generator = torch.Generator().manual_seed(0)
     calls = [(place, (torch.randn(shape, generator=generator) * 100).to(dtype)) for place, shape in made]
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captures_module, "_TOGETHER_BYTES", together)
+        patch.setattr(samples_module, "_TOGETHER_BYTES", together)
         with hookstore.open(record(Path(directory) / "run", calls, codec=codec)) as run:
             captures = run[""].activation
             expected, places = reference(captures, dims)
