@@ -44,11 +44,24 @@ class Array:
         Whether its captures are copied at once, where that is possible; see `hookstore.staging.Stager.stage_small`.
     region : Region or None
         The region that takes the next captures; guarded by the stager's lock.
+    has_been_open : bool
+        Whether it has had a region.
     region_bytes : int
         Bytes of slots that the next region asks for. It is four times as large each time one is filled, so that arrays with few captures keep little memory.
     """
 
-    __slots__ = ("chunk_bytes", "element_strides", "is_small", "itemsize", "path", "region", "region_bytes", "spec", "stride_bytes")
+    __slots__ = (
+        "chunk_bytes",
+        "element_strides",
+        "has_been_open",
+        "is_small",
+        "itemsize",
+        "path",
+        "region",
+        "region_bytes",
+        "spec",
+        "stride_bytes",
+    )
 
     def __init__(self, spec: ArraySpec) -> None:
         self.spec = spec
@@ -59,6 +72,7 @@ class Array:
         self.stride_bytes = spec.stride_bytes
         self.is_small = self.chunk_bytes <= SMALL_BYTES
         self.region: Region | None = None
+        self.has_been_open = False
         self.region_bytes = align(max(self.stride_bytes, _FIRST_REGION_BYTES), PAGE_BYTES)
 
     def grow_region(self) -> None:

@@ -220,6 +220,7 @@ class Stager:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
+        self._num_arrays = 0  # that have had a region
         self._open: dict[
             Region, None
         ] = {}  # a set that keeps the order, so that what is handed over together is so in the order of the captures
@@ -529,7 +530,7 @@ class Stager:
         """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
         smallest = _smallest_region(array)
         share = (
-            self.arena_bytes // (2 * len(self._open) + 2) // PAGE_BYTES * PAGE_BYTES
+            self._free.num_bytes // (2 * max(1, self._num_arrays)) // PAGE_BYTES * PAGE_BYTES
         )  # many arrays must not fill the arena with room for more
         return max(smallest, min(array.region_bytes, share, self._free.largest_hole_bytes))
 
@@ -571,6 +572,8 @@ class Stager:
         self._touched_bytes = max(self._touched_bytes, offset + num_bytes)
         self._outstanding[region] = None
         self._open[region] = None
+        self._num_arrays += not array.has_been_open
+        array.has_been_open = True
         array.region = region
         return region
 
