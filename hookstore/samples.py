@@ -53,6 +53,8 @@ class Samples:
         # Where each capture begins, and where the last one ends.
         self._starts = np.concatenate([[0], np.cumsum(np.prod(self._leading, axis=1))])
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *rest)
+        sizes = np.diff(self._starts)
+        self._rows_each = int(sizes[0]) if (sizes == sizes[0]).all() else 0  # where all captures have as many rows
         self._row_bytes = math.prod(rest) * self.dtype.itemsize
         # Which shard each capture is in. Of those whose chunk was checked, its first byte there (0 where it has to be decoded).
         self._source_of = captures._index.sources(positions)
@@ -144,7 +146,7 @@ class Samples:
             If there is no such row.
         """
         row = int(self._resolve(operator.index(index)))
-        capture = int(self._starts.searchsorted(row, "right")) - 1
+        capture = int(self._captures_of(np.array([row]))[0])
         found = self._captures._index.place(int(self._positions[capture]))
         inside = np.unravel_index(row - int(self._starts[capture]), tuple(self._leading[capture].tolist()))
         return found["epoch"], found["batch"], found["call"], *map(int, inside)
@@ -165,28 +167,32 @@ class Samples:
         """Return the bytes of rows, shape (number of rows, bytes of a row)."""
         if not self._row_bytes or not wanted.size:
             return np.empty((wanted.size, self._row_bytes), dtype=np.uint8)
-        order = np.argsort(wanted)  # as they lie in the shards: found faster, and neighbours share pages
-        rows = wanted[order]
-        captures = self._starts.searchsorted(rows, "right") - 1
+        captures = self._captures_of(wanted)
         self._check(captures)
         sources = self._source_of[captures]
-        by_source = np.argsort(sources, kind="stable")
-        order, rows, captures, sources = order[by_source], rows[by_source], captures[by_source], sources[by_source]
-        stretches = list(_stretches(sources))
         source = self._sources[int(sources[0])]
-        if len(stretches) == 1 and source.codec is None:
-            offsets = np.empty(len(order), dtype=np.int64)
-            offsets[order] = self._locate(source, rows, captures)
-            return self._read(source, offsets)
+        if source.codec is None and (sources == sources[0]).all():
+            return self._read(source, self._locate(source, wanted, captures))
+        order = np.argsort(wanted)  # as they lie in the shards
+        by_source = order[np.argsort(sources[order], kind="stable")]
+        order, rows, captures, sources = by_source, wanted[by_source], captures[by_source], sources[by_source]
+        stretches = list(_stretches(sources))
         out = np.empty((wanted.size, self._row_bytes), dtype=np.uint8)
         for low, high in stretches:
             self._gather_from(self._sources[int(sources[low])], rows[low:high], captures[low:high], out, order[low:high])
         return out
 
+    def _captures_of(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return which capture each row is of."""
+        if self._rows_each:
+            return np.asarray(rows // self._rows_each)
+        return np.asarray(self._starts.searchsorted(rows, "right") - 1)
+
     def _check(self, captures: np.ndarray[Any, Any]) -> None:
         """Look at the chunks of captures that nobody has looked at yet."""
         run, index = self._captures.run, self._captures._index
-        for capture in np.unique(captures[~self._is_checked[captures]]).tolist():
+        new = ~self._is_checked[captures]
+        for capture in np.unique(captures[new]).tolist() if new.any() else ():
             chunk, chunk_shape = run._locate(index.place(int(self._positions[capture])))
             if chunk.codec is None:
                 run._reader.read(*chunk)
