@@ -39,6 +39,7 @@ _PIECE_BYTES = 8 << 20
 _FIRST_BYTES = 32 << 20  # of the arena: enough to keep the disk busy
 _USUAL_TOUCH_S_PER_BYTE = 0.25e-9
 _MOST_TOUCH_S_PER_BYTE = 4e-9
+_LONGEST_GRACE_S = 0.003
 _STEP_BYTES = 2 << 20  # by which more is used at least: a huge page
 
 
@@ -187,7 +188,7 @@ class Stager:
     is_untouched : bool
         Whether the system still has to back the arena with memory. That takes a tenth of a nanosecond a byte on some hosts and two on others, such as virtual
         machines whose own memory is given to them on first use: longer than writing it to a disk. So part of the arena lies fallow until waiting for
-        the writer has taken longer than a copy to new memory would have.
+        the writer has taken a few times longer than a copy to new memory would have.
     """
 
     def __init__(
@@ -496,7 +497,7 @@ class Stager:
     def _open_region(self, array: Array, shard: tuple[int, ...]) -> Region | None:
         """Return an open region with a free slot, waiting for room if need be, or ``None`` if the capture is to be dropped."""
         ticket: object | None = None
-        grow_at = time.monotonic() + self._touch_s_per_byte * _smallest_region(array)
+        grow_at = time.monotonic() + self._patience_s(_smallest_region(array))
         try:
             while True:
                 region = array.region
@@ -533,6 +534,11 @@ class Stager:
             self._free.num_bytes // (2 * max(1, self._num_arrays)) // PAGE_BYTES * PAGE_BYTES
         )  # many arrays must not fill the arena with room for more
         return max(smallest, min(array.region_bytes, share, self._free.largest_hole_bytes))
+
+    def _patience_s(self, num_bytes: int) -> float:
+        """Return how long to wait for the writer before new memory is used: longer than that costs, since it also takes memory, and its time, from others."""
+        touch_s = self._touch_s_per_byte * num_bytes
+        return touch_s + min(3 * touch_s, _LONGEST_GRACE_S)
 
     @property
     def _writer_is_idle(self) -> bool:
@@ -626,7 +632,7 @@ class Stager:
         ticket = object()
         with self._lock:
             self._waiting.append(ticket)
-            grow_at = time.monotonic() + self._touch_s_per_byte * num_bytes
+            grow_at = time.monotonic() + self._patience_s(num_bytes)
             try:
                 while self._waiting[0] is not ticket or (offset := self._free.take(num_bytes)) is None:
                     if self._free.num_bytes == self.arena_bytes:
