@@ -296,8 +296,8 @@ class RowLog:
 
     @property
     def batches(self) -> list[pa.RecordBatch]:
-        """The rows in their order, as few batches as can be."""
-        return _combined([batch for level in reversed(self._levels) for batch in level])
+        """The rows in their order."""
+        return [batch for level in reversed(self._levels) for batch in level]
 
 
 def _combined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
@@ -386,7 +386,7 @@ def _frame_header(kind: int, payload: bytes) -> bytes:
 
 def encode_part(batches: Sequence[pa.RecordBatch]) -> bytes:
     """Encode rows as one Parquet file, with page checksums."""
-    table = pa.Table.from_batches(batches, schema=SCHEMA).combine_chunks()
+    table = pa.Table.from_batches(batches, schema=SCHEMA)
     plain = {*_DELTA_COLUMNS, *_PLAIN_COLUMNS}
     sink = io.BytesIO()
     pq.write_table(
