@@ -57,7 +57,7 @@ FULL = Scale(
     steps=12,
     reads=16,
     gathered_batches=512,
-    call_batches=50,
+    call_batches=250,
     small_captures=50_000,
     many_captures=1_000_000,
 )

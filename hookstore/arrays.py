@@ -239,7 +239,8 @@ class ArrayStore:
             self._num_made += 1
             making = os.path.join(os.path.dirname(self._layers_path), f".making-{os.getpid()}-{self._num_made}")
             os.mkdir(making)
-            write_atomically(os.path.join(making, "zarr.json"), contents, sync=False)
+            with open(os.path.join(making, "zarr.json"), "xb") as file:
+                file.write(contents)
             os.rename(making, directory)
         self.unsynced.update((os.path.join(directory, "zarr.json"), directory, os.path.dirname(directory)))
 
