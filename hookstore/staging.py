@@ -1,6 +1,7 @@
 """The staging arena: hooks copy tensors into it, the writer takes them out, and its size is the bound on memory.
 
-One lock guards the arena and the open regions. It is held to reserve a slot and to hand one over, never while bytes are copied.
+One lock guards the arena and the open regions. It is held to reserve a slot and to hand one over, and while a small tensor is copied, which takes less than
+giving the lock away and getting it back.
 """
 
 from __future__ import annotations
@@ -531,9 +532,8 @@ class Stager:
         """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
         smallest = _smallest_region(array)
         most_open_bytes = self.arena_bytes // 8
-        share = (
-            most_open_bytes // max(1, self._num_arrays) // PAGE_BYTES * PAGE_BYTES
-        )  # many arrays must not fill the arena with room for more
+        # Many arrays must not fill the arena with room for more.
+        share = most_open_bytes // max(1, self._num_arrays) // PAGE_BYTES * PAGE_BYTES
         wanted = max(smallest, min(array.region_bytes, share))
         is_for_many = wanted >= 2 * (array.stride_bytes + NOTE.size)
         if (
