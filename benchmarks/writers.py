@@ -23,6 +23,7 @@ from workloads import Workload, assert_same_bits, size_of
 
 import hookstore
 import hookstore.recorder
+from hookstore.device import allocate_host
 
 # Raw writes are held against hookstore's with the same number of threads: one, as in its writer (encoders write nothing).
 WRITING_THREADS = 1
@@ -42,7 +43,10 @@ class RawWrites:
         self.is_direct = hasattr(os, "O_DIRECT")
         self._workload = workload
         self._scratch = scratch
-        self._buffers = [memoryview(mmap.mmap(-1, workload.tensor_bytes)) for _ in workload.distinct]
+        # (memory of the same kind as hookstore's: O_DIRECT is faster from huge pages)
+        num_bytes = workload.tensor_bytes
+        memory = memoryview(allocate_host(num_bytes * len(workload.distinct), pinned=False).numpy())
+        self._buffers = [memory[start : start + num_bytes] for start in range(0, len(memory), num_bytes)]
         for buffer, tensor in zip(self._buffers, workload.distinct, strict=True):
             buffer[:] = memoryview(tensor.numpy()).cast("B")
 

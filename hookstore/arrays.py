@@ -213,7 +213,7 @@ class ArrayStore:
         for layer in self._layers.values():
             exact = [layer.seen[0], max(layer.seen[1], min(epoch_batches or 0, layer.wanted[1])), layer.seen[2]]
             if exact != layer.extents:
-                layer.extents = layer.wanted = exact
+                layer.extents, layer.wanted = exact, list(exact)
                 shrunk.append(layer)
         self._rewrite(shrunk)
 

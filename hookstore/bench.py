@@ -171,12 +171,12 @@ def measure(directory: str | os.PathLike[str], *, seconds: float = 10.0) -> Thro
             workload.small_model, workload.small_path, batches=range(_MOST_ROUNDS * _MOST_TURN_BATCHES), buffer_bytes=_BUFFER_BYTES
         ) as recorder:
             round_s = 0.0  # what comes after the last takes about half of one
-            while not rounds or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - started + 1.5 * round_s < seconds):
+            while len(rounds) < 2 or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - started + 1.5 * round_s < seconds):
                 round_started = time.perf_counter()
                 rounds.append(workload.take_round(recorder))
                 round_s = time.perf_counter() - round_started
         _verify(workload.small_path, workload.num_batches, [tensor.numpy() for tensor in workload.small_tensors])
-    counted = rounds[1:] or rounds  # the first warms up: threads start, arrays are made
+    counted = rounds[1:]  # the first warms up: threads start, arrays are made
     numbers = list(zip(*counted, strict=True))
     return Throughput(
         directory=path,
@@ -311,16 +311,20 @@ class _Workload:
         num_batches = 0
         started = time.perf_counter()
         with record(model, path, buffer_bytes=_BUFFER_BYTES) as recorder:
-            for batch in recorder.batches(range(num_bytes // batch_bytes), epoch=0):
+            for batch in recorder.batches(range(1 + max(1, num_bytes // batch_bytes)), epoch=0):
                 model(batches[batch % per_cycle])
                 num_batches += 1
-                if time.perf_counter() - started > 2 * self._turn_s:
+                if num_batches == 1:  # a long run makes its arrays once: that does not count
+                    recorder.flush()
+                    started = time.perf_counter()
+                elif time.perf_counter() - started > 2 * self._turn_s:
                     break
-        elapsed_s = time.perf_counter() - started
+            recorder.flush()
+            elapsed_s = time.perf_counter() - started
         _verify(path, num_batches, [tensor.numpy() for tensor in batches[(num_batches - 1) % per_cycle]])
         shutil.rmtree(path)
         sync_directory(self._path)
-        return num_batches * batch_bytes / elapsed_s
+        return (num_batches - 1) * batch_bytes / elapsed_s
 
     def _copy(self) -> None:
         for slot, tensor in zip(self._slots, self._tensors, strict=True):

@@ -246,7 +246,7 @@ class Captures:
                 status=row["status"],
                 **where,
             )
-        left_out = self.run._why_left_out(phase, where["epoch"], where["batch"])
+        left_out = self.run._why_left_out(where["epoch"], where["batch"])
         if left_out:
             raise MissingCaptureError(
                 f"{self._describe(**where, phase=phase)} was skipped: {left_out}",
@@ -329,8 +329,9 @@ class RowIndex:
         self._columns = {name: self._column(name) for name in (*_COORDINATES, "leaf", "status", *_PLACE)}
         shapes = self.coded["shape"].combine_chunks()
         self._shape_ends, self._sizes = np.from_dlpack(shapes.offsets), np.from_dlpack(shapes.values)
-        # Stable, so that of rows with equal coordinates the one acknowledged last comes last.
-        self._order = np.lexsort([self._columns[name] for name in reversed(_COORDINATES)])
+        # Of rows with equal coordinates the one captured last comes last: regions of different arrays reach the disk in another order.
+        times = np.from_dlpack(self.coded["wall_time"].combine_chunks().view(pa.int64()))
+        self._order = np.lexsort([times, *(self._columns[name] for name in reversed(_COORDINATES))])
         self._sorted = {name: self._columns[name][self._order] for name in _COORDINATES[:-1]}
 
     def _column(self, name: str) -> np.ndarray[Any, Any]:

@@ -262,10 +262,13 @@ class ModelHooks:
         self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
         self._tick_hook = _TickHook(self)
         self._tick_handle: RemovableHandle | None = None
+        self._is_removed = False
         self._step_handle = _count_steps(model, sink.clock)
 
     def update(self) -> None:
         """Register and remove hooks as the clock's position asks."""
+        if self._is_removed:
+            return
         clock = self._sink.clock
         self._install(wanted=clock.may_record)
         if not clock.is_automatic and self._tick_handle is not None:
@@ -311,6 +314,7 @@ class ModelHooks:
 
     def remove(self) -> None:
         """Remove every hook, for good."""
+        self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
         for layer in self._layers:
             layer.remove()

@@ -242,7 +242,7 @@ class ShardRows:
     def append(self, block: RowBlock) -> None:
         """Add rows of the shard."""
         if self._first is None:
-            self._first = block
+            self._first = replace(block, numbers=block.numbers[:0])
         positions = [self._shapes.setdefault(shape, len(self._shapes)) for shape in block.shapes]
         numbers = block.numbers.copy()
         numbers["shape"] = np.array(positions, dtype="<u4")[numbers["shape"]]

@@ -256,13 +256,15 @@ class Run:
             groups=groups,
         )
 
-    def _why_left_out(self, phase: str, epoch: int, batch: int) -> str:
+    def _why_left_out(self, epoch: int, batch: int) -> str:
         """Return the reason for which a whole batch was left out, or ""."""
-        rows = self._rows_with(kind="", phase=phase)
-        for found in rows.select(["epoch", "batch", "reason"]).to_pylist():
-            if (found["epoch"], found["batch"]) == (epoch, batch):
-                return str(found["reason"])
-        return ""
+        return self._left_out.get((epoch, batch), "")
+
+    @cached_property
+    def _left_out(self) -> dict[tuple[int, int], str]:
+        """Why whole batches were left out, by epoch and batch."""
+        rows = self._rows_with(kind="").select(["epoch", "batch", "reason"]).to_pylist()
+        return {(row["epoch"], row["batch"]): row["reason"] for row in rows}
 
     def _rows_with(self, **texts: str) -> pa.Table:
         """Return the rows that have these texts in these columns, still coded."""
@@ -403,6 +405,8 @@ def _read_layout(path: str) -> tuple[tuple[int, ...], str | None, str]:
         raise CorruptRunError(f"{path} is missing, but the manifest has captures in that array", path=path) from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration, OSError) as error:
         raise CorruptRunError(f"{path} is no array metadata of this format: {error!r}", path=path) from error
+    if any(size < 0 for size in chunk_shape) or math.prod(chunk_shape) >= 2**47:
+        raise CorruptRunError(f"{path} has chunks of shape {chunk_shape}, which cannot be", path=path)
     return chunk_shape, json.dumps(codecs[0], sort_keys=True) if codecs else None, stored
 
 
@@ -428,6 +432,8 @@ def _numpy_dtype(row: dict[str, Any], dtype: DType) -> np.dtype[Any]:
 
 
 def _place(row: dict[str, Any]) -> str:
+    if not row["kind"]:
+        return f"the whole of {row['phase']} epoch {row['epoch']}, batch {row['batch']}"
     call = f", call {row['call']}" if row["call"] else ""
     leaf = f", leaf {row['leaf']!r}" if row["leaf"] else ""
     return f"{row['kind']} of layer {row['layer']!r} in {row['phase']} epoch {row['epoch']}, batch {row['batch']}{call}{leaf}"

@@ -125,7 +125,7 @@ class Samples:
             If the bytes on disk do not match their checksum, or the manifest makes no sense.
         """
         wanted = np.arange(*indices.indices(len(self))) if isinstance(indices, slice) else self._resolve(indices)
-        return self._gather(wanted.reshape(-1)).view(self.dtype).reshape(*wanted.shape, *self.shape[1:])
+        return self._gather(wanted.reshape(-1)).view(self.dtype).reshape((*wanted.shape, *self.shape[1:]))
 
     def where(self, index: SupportsIndex) -> tuple[int, ...]:
         """Say where a row comes from.
@@ -153,7 +153,12 @@ class Samples:
 
     def _resolve(self, indices: SupportsIndex | ArrayLike) -> np.ndarray[Any, Any]:
         """Return indices as int64, counted from the start."""
-        found = np.asarray(indices)
+        try:
+            found = np.asarray(indices)
+            if not found.size:
+                found = found.astype(np.int64)
+        except ValueError:  # lists of different lengths, or of nothing that could be a number
+            found = np.asarray(None)
         if isinstance(indices, tuple) or not (found.dtype.kind in "iu" or found.size == 0 or all(type(one) is int for one in found.flat)):
             raise OptionError(f"samples: expected an int, a slice or an array of whole numbers, got {indices!r}", option="indices")
         num_rows = len(self)

@@ -118,6 +118,7 @@ class Budget:
         self._credit_s = 0.0
         self._cost_s: float | None = None  # of a batch that is recorded
         self._is_recorded = False
+        self._has_begun = False
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -141,6 +142,8 @@ class Budget:
         now = self._now()
         with self._lock:
             spent_s, self._spent_s = self._spent_s, 0.0
+        if not self._has_begun:  # what was done before the first batch, such as registering hooks, is not training's time
+            self._has_begun, spent_s = True, 0.0
         if self._is_recorded:
             self._cost_s = spent_s if self._cost_s is None else (self._cost_s + spent_s) / 2
         cost_s = self._cost_s or 0.0
@@ -178,6 +181,7 @@ class Clock:
         self.on_skip: Callable[[Coordinates], None] = lambda _: None
         self._schedule = schedule
         self._phase = phase
+        self._lock = threading.Lock()
         self._epoch = 0
         self._counted: dict[str, int] = dict.fromkeys(PHASES, -1)
         self._automatic = _Position(None)
@@ -212,8 +216,21 @@ class Clock:
         else:
             epoch, batch = where
             self._counted[phase] = max(self._counted[phase], batch)
-        recorded = phase in self._schedule.phases and not self._position.is_skipped and self._schedule.wants(epoch, batch)
-        return Coordinates(phase, epoch, batch) if recorded else None
+        if phase not in self._schedule.phases or not self._schedule.wants(epoch, batch):
+            return None
+        here = Coordinates(phase, epoch, batch)
+        return here if where is None or self._is_allowed(here) else None
+
+    def _is_allowed(self, here: Coordinates) -> bool:
+        """Say whether the budget lets a forward at the position that is set be recorded; it is asked once for a position."""
+        position = self._position
+        with self._lock:
+            if position.decided_for is None:  # it began in a phase that is not recorded
+                position.decided_for = here.phase
+                position.is_skipped = not self._allows(here)
+            elif position.is_skipped and position.decided_for != here.phase:
+                self.on_skip(here)
+        return not position.is_skipped
 
     def tick(self) -> None:
         """Go on to the next batch of the root module's phase; does nothing while a position is set."""
@@ -267,6 +284,7 @@ class Clock:
                 self._counted = dict.fromkeys(PHASES, -1)
             phase = self._phase()
             is_due = phase in self._schedule.phases and self._schedule.wants(epoch, batch)
+            frame.position.decided_for = phase if is_due else None
             frame.position.is_skipped = not self._allows(Coordinates(phase, epoch, batch) if is_due else None)
         self._show_top()
 
@@ -299,11 +317,12 @@ class Clock:
 class _Position:
     """A place in training, with the coordinates it gave to each phase: who comes back to it goes on counting calls where they stood."""
 
-    __slots__ = ("is_skipped", "resolved", "where")
+    __slots__ = ("decided_for", "is_skipped", "resolved", "where")
 
     def __init__(self, where: tuple[int, int] | None) -> None:
         self.where = where
         self.is_skipped = False  # by the budget
+        self.decided_for: str | None = None  # the phase in which the budget was asked
         self.resolved: dict[str, Coordinates | None] = {}
 
 

@@ -15,10 +15,11 @@ import mmap
 import os
 import shutil
 import struct
+import threading
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from crc32c import crc32c
 
 from hookstore.codecs import compressor, decode
 from hookstore.errors import CorruptRunError
-from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_directory
+from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_paths
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
@@ -224,25 +225,14 @@ class ShardWriter:
         self._entries.append(noted)
         self._end = end
 
-    def sync(self) -> None:
-        """Return when everything appended is on the device."""
-        self._files.writer.sync(self.path)
-
-    def seal(self, rows: bytes) -> None:
-        """Finish the shard and give it its Zarr key; it is durable and complete when it appears there.
+    def finish(self, rows: bytes) -> None:
+        """Write what comes after the chunks: rows, trailer, index. Nothing can be appended any more, and `publish` is next.
 
         Parameters
         ----------
         rows : bytes
             Its manifest rows, as an Arrow IPC stream.
         """
-        self.finish(rows)
-        self.sync()
-        self.publish()
-        sync_directory(os.path.dirname(self.path))
-
-    def finish(self, rows: bytes) -> None:
-        """Write what comes after the chunks: rows, trailer, index. Nothing can be appended any more."""
         index = self._files.index[: self.spec.num_entries]
         index[:] = MISSING
         noted = self._entries.read()
@@ -260,10 +250,26 @@ class ShardWriter:
         sink.add(crc32c(index_bytes).to_bytes(CRC_BYTES, "little"))
         self._end = sink.finish()
 
-    def publish(self) -> None:
+    def give_key(self) -> None:
         """Give the finished shard, whose bytes are on the device, its Zarr key."""
         os.replace(self.path, self.sealed_path)
         self._files.writer.forget(self.path)
+
+
+def publish(shards: Sequence[ShardWriter], file_system: str) -> None:
+    """Seal finished shards: each is durable and complete when it appears under its Zarr key. The first sync brings most of the others about.
+
+    Parameters
+    ----------
+    shards : sequence of ShardWriter
+        The shards.
+    file_system : str
+        A directory of the file system that they are in; see `hookstore.files.sync_paths`.
+    """
+    sync_paths([shard.path for shard in shards], file_system)
+    for shard in shards:
+        shard.give_key()
+    sync_paths({os.path.dirname(shard.path) for shard in shards}, file_system)
 
 
 # Reading ----------------------------------------------------------------------------------------------------------
@@ -323,12 +329,13 @@ class ShardReader:
     layers_path : str
         The run's ``layers`` directory.
     max_maps : int
-        Maps to keep.
+        Maps to keep, each with a descriptor.
     """
 
-    def __init__(self, layers_path: str, max_maps: int = 64) -> None:
+    def __init__(self, layers_path: str, max_maps: int = 256) -> None:
         self._layers_path = layers_path
         self._max_maps = max_maps
+        self._lock = threading.Lock()  # of the maps: readers come on several threads
         self._maps: OrderedDict[tuple[str, str], mmap.mmap] = OrderedDict()
         self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._checked: set[tuple[str, str, int]] = set()
@@ -426,19 +433,20 @@ class ShardReader:
     def _mapped(self, array: str, shard: str, end: int) -> mmap.mmap | None:
         """Return a map of a shard that reaches at least to ``end``, or ``None`` where arrays that the caller keeps hold too many maps already."""
         key = (array, shard)
-        mapped = self._maps.get(key)
-        if mapped is not None and len(mapped) >= end:
-            self._maps.move_to_end(key)
+        with self._lock:
+            mapped = self._maps.get(key)
+            if mapped is not None and len(mapped) >= end:
+                self._maps.move_to_end(key)
+                return mapped
+            with self._opened(array, shard, end) as descriptor:
+                if len(self._alive) >= self._max_maps:
+                    self._maps.clear()  # each map has a descriptor for as long as an array lies in it
+                mapped = self._map(descriptor) if len(self._alive) < self._max_maps else None
+            if mapped is not None:
+                self._maps[key] = mapped
+                self._maps.move_to_end(key)
+                self._alive.add(mapped)
             return mapped
-        with self._opened(array, shard, end) as descriptor:
-            if len(self._alive) >= self._max_maps:
-                self._maps.clear()  # each map has a descriptor for as long as an array lies in it
-            mapped = self._map(descriptor) if len(self._alive) < self._max_maps else None
-        if mapped is not None:
-            self._maps[key] = mapped
-            self._maps.move_to_end(key)
-            self._alive.add(mapped)
-        return mapped
 
     @contextmanager
     def _opened(self, array: str, shard: str, end: int) -> Iterator[int]:
@@ -484,7 +492,8 @@ class ShardReader:
 
     def close(self) -> None:
         """Let go of every map; arrays that were read stay valid."""
-        self._maps.clear()
+        with self._lock:
+            self._maps.clear()
 
 
 def gather_pieces(buffer: mmap.mmap | memoryview, offsets: np.ndarray[Any, Any], num_bytes: int) -> np.ndarray[Any, Any]:

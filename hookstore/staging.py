@@ -65,8 +65,10 @@ class Region:
         Whether the system still has to back some of it with memory.
     reserved : int
         Slots given out. This and what follows is guarded by the stager's lock.
-    pending, holes : set of int
-        Slots whose copy has not been handed over yet, and slots that were given up.
+    pending : dict
+        Slots whose copy has not been handed over yet, and the thread that makes it.
+    holes : set of int
+        Slots that were given up.
     shapes : dict
         True shapes of the slots whose capture is smaller than the chunk.
     transfers : list of Transfer
@@ -106,7 +108,7 @@ class Region:
         self.notes_offset = offset + self.num_slots * array.stride_bytes
         self.is_untouched = is_untouched
         self.reserved = 0
-        self.pending: set[int] = set()
+        self.pending: dict[int, int] = {}
         self.holes: set[int] = set()
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.transfers: list[Transfer] = []
@@ -240,7 +242,7 @@ class Stager:
         Parameters
         ----------
         capture : Capture
-            What it is; ``array``, ``entry`` and ``slot`` are filled in here.
+            What it is; ``array``, ``status`` and ``reason`` are filled in here.
         tensor : torch.Tensor
             Detached, strided; cast to ``capture.dtype`` on the way.
         epoch_batches : int or None
@@ -370,7 +372,6 @@ class Stager:
         where = call.coordinates
         region: Region | None = None
         slot = -1
-        transfer = None
         copied = False
         reason = ""
         try:
@@ -387,11 +388,11 @@ class Stager:
                 if found is not None:
                     slot = found.reserved
                     self._note(found, slot, call, backward, wall_time_us, 0, has_crc=False)
+                    region = found
+                    found.pending[slot] = threading.get_ident()
+                    found.reserved = slot + 1  # an interrupt before leaves the slot free, and must leave nothing behind about it
                     if shape != array.spec.chunk_shape:
                         found.shapes[slot] = shape
-                    region = found
-                    found.pending.add(slot)
-                    found.reserved = slot + 1
                     if found.reserved == found.num_slots:
                         array.grow_region()
                         self._close_region(found)
@@ -400,6 +401,8 @@ class Stager:
             if region is not None:
                 started = time.perf_counter() if region.is_untouched else 0.0
                 transfer = self._copy(array, region.offset + slot * array.stride_bytes, shape, tensor)
+                if transfer is not None:
+                    region.transfers.append(transfer)
                 copied = True
                 if started:
                     self._learn_touch(time.perf_counter() - started, array.chunk_bytes)
@@ -407,7 +410,7 @@ class Stager:
             reason = f"{tensor.device} has no memory for a copy"
         finally:
             if region is not None:
-                self._hand_over_for_sure(region, slot, transfer, copied=copied)
+                self._hand_over_for_sure(region, slot, copied=copied)
         return reason
 
     def _learn_touch(self, took_s: float, num_bytes: int) -> None:
@@ -450,27 +453,25 @@ class Stager:
             _fill(chunk, spec.dtype)
         return self._devices.of(tensor).copy(chunk, tensor)
 
-    def _hand_over_for_sure(self, region: Region, slot: int, transfer: Transfer | None, *, copied: bool) -> None:
+    def _hand_over_for_sure(self, region: Region, slot: int, *, copied: bool) -> None:
         """Hand a slot over even if the user interrupts just then; the writer would wait for it for ever."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
-                self._hand_over(region, slot, transfer, copied=copied)
+                self._hand_over(region, slot, copied=copied)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _hand_over(self, region: Region, slot: int, transfer: Transfer | None, *, copied: bool) -> None:
+    def _hand_over(self, region: Region, slot: int, *, copied: bool) -> None:
         with self._lock:
             if slot not in region.pending:
                 return  # it was, before an interrupt came
             if not copied and slot < region.reserved:  # (else an interrupt came so early that the slot is free)
                 region.holes.add(slot)
-            if transfer is not None:
-                region.transfers.append(transfer)
-            region.pending.remove(slot)
+            del region.pending[slot]
             self._queue_if_done(region)
 
     def _queue_if_done(self, region: Region) -> None:
@@ -510,11 +511,7 @@ class Stager:
                     num_bytes = self._next_region_bytes(array)
                     offset = self._free.take(num_bytes)
                     if offset is not None:
-                        try:
-                            return self._make_region(array, shard, offset, num_bytes)
-                        except BaseException:
-                            self._free.give_back(offset, num_bytes)
-                            raise
+                        return self._make_region(array, shard, offset, num_bytes)
                 if self._free.num_bytes == self.arena_bytes:
                     self._close_if_writer_is_idle()
                     if self._drop:
@@ -674,7 +671,11 @@ class Stager:
                     break
                 if region.reserved or not older_than_s:
                     self._close_region(region)
-            for region in list(self._closing):  # what an interrupt left behind
+            for region in list(self._closing):
+                for slot, thread in list(region.pending.items()):
+                    if thread not in self._staging_threads:  # an interrupt kept it from handing the slot over
+                        region.holes.add(slot)
+                        del region.pending[slot]
                 self._queue_if_done(region)
 
     def drain(self) -> None:

@@ -33,7 +33,7 @@ from hookstore.files import sync_directory, sync_paths
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
-from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums
+from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums, publish
 from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager
 
 _POLL_S = 0.1
@@ -71,6 +71,8 @@ class _Prepared:
         Checksums of the chunks as they are, uint32.
     chunks : list of bytes or None
         The chunks, encoded.
+    was_submitted : bool
+        Whether an encoder has it or has had it.
     """
 
     region: Region
@@ -78,6 +80,7 @@ class _Prepared:
     notes: np.ndarray[Any, Any]
     crcs: np.ndarray[Any, Any] | None = None
     chunks: list[bytes] | None = None
+    was_submitted: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -211,7 +214,7 @@ class Writer:
         self._requests: list[SyncRequest] = []
         self._preparing: collections.deque[_Prepared] = collections.deque()  # in the order of their captures, which is that of their rows
         self._to_encode: collections.deque[_Prepared] = collections.deque()
-        self._num_encoding = 0
+        self._num_encoded = 0  # regions that encoders have or have had, and that are not written yet
         self._blocks: list[tuple[RowBlock, ShardWriter | None]] = []
         self._noted_at = self._swept_at = self._synced_at = time.monotonic()
         self._needs_mark = False
@@ -290,7 +293,10 @@ class Writer:
             for _ in range(_ITEMS_PER_TURN):
                 self._take(self._stager.queue.get_nowait())
         if self._has_ready:  # one, and then a look at what has come: the encoders must not run dry while the disk writes
-            self._write_region(self._preparing.popleft())
+            prepared = self._preparing.popleft()
+            self._write_region(prepared)
+            self._num_encoded -= prepared.was_submitted
+            self._encode_next()
         now = time.monotonic()
         if self._blocks and now - self._noted_at >= _ROWS_AGE_S:
             self._acknowledge()
@@ -306,8 +312,7 @@ class Writer:
         if isinstance(item, Region):
             self._take_region(item)
         elif isinstance(item, _Prepared):
-            self._num_encoding -= 1
-            self._encode_next()
+            pass  # it stands in line already
         elif isinstance(item, Piece):
             self._write_piece(item)
         elif isinstance(item, Capture):
@@ -336,10 +341,14 @@ class Writer:
         self._preparing.append(prepared)
 
     def _encode_next(self) -> None:
-        """Give encoders work; to encode, no more than they can do next, since what they have done lies beside the arena until it is written."""
-        while self._to_encode and (self._to_encode[0].region.array.spec.codec is None or self._num_encoding < self.encoder.num_threads + 1):
-            self._num_encoding += 1
-            self.encoder.submit(self._to_encode.popleft())
+        """Give encoders work; to encode, no more than they can do next: what they have done lies beside the arena until it is written."""
+        while self._to_encode and (
+            self._to_encode[0].region.array.spec.codec is None or self._num_encoded < 2 * self.encoder.num_threads + 1
+        ):
+            self._num_encoded += 1
+            prepared = self._to_encode.popleft()
+            prepared.was_submitted = True
+            self.encoder.submit(prepared)
 
     @property
     def _is_waiting(self) -> bool:
@@ -360,7 +369,7 @@ class Writer:
             shard, numbers = self._write_many(prepared)
         shapes = {spec.chunk_shape: 0}
         for slot, shape in region.shapes.items():
-            numbers["shape"][prepared.slots == slot] = shapes.setdefault(shape, len(shapes))
+            numbers["shape"][np.searchsorted(prepared.slots, slot)] = shapes.setdefault(shape, len(shapes))
         self._stager.release(region)
         block = RowBlock(
             phase=spec.phase,
@@ -537,16 +546,13 @@ class Writer:
         if not shards:
             return
         self._acknowledge()  # a shard carries its rows
+        self._arrays.grow()  # before the shards appear
         for shard in shards:
             rows = self._rows_of.pop(shard)
             shard.finish(rows_to_stream(rows.batches, shard.earlier_rows))
             rows.clear()
-        sync_paths([shard.path for shard in shards], self._run_path)
-        self._arrays.grow()
-        for shard in shards:
             self._dirty.pop(shard.path, None)
-            shard.publish()
-        sync_paths({os.path.dirname(shard.path) for shard in shards}, self._run_path)
+        publish(shards, self._run_path)
 
     def _finish(self) -> None:
         """Seal every shard, publish exact extents, turn the journal into a part."""

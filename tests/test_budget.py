@@ -165,6 +165,31 @@ def test_recorder_with_a_slow_store(tmp_path, slow_store, automatic):
         assert run.description["recorded"]["max_slowdown"] == 0.05
 
 
+@pytest.mark.parametrize("phases", ["train", ("train", "eval")])
+def test_batches_that_begin_in_eval_mode_are_within_the_budget_too(tmp_path, slow_store, phases):
+    model = nn.ReLU()
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="being left out"),
+        hookstore.record(model, tmp_path / "run", layers="", phases=phases, max_slowdown=0.05) as recorder,
+    ):
+        for _ in recorder.batches(range(200), epoch=0):
+            model.train()
+            slow_store.advance(0.1)
+            model(torch.ones(10_000))
+            model.eval()
+            model(torch.ones(10_000))
+    with hookstore.open(tmp_path / "run") as run:
+        rows = run.manifest.to_pylist()
+        captured = {row["batch"] for row in rows if row["status"] == "ok"}
+        assert sorted(captured | {row["batch"] for row in rows if row["status"] == "skipped"}) == list(range(200))
+        assert 0 < len(captured) <= 200 * 0.005 / (0.01 if phases == "train" else 0.02) + 2
+        left_out = next(row for row in rows if row["status"] == "skipped")
+        with pytest.raises(hookstore.MissingCaptureError, match="was skipped: recording it would have gone over"):
+            run[""].activation[0, left_out["batch"]]
+        with pytest.raises(hookstore.MissingCaptureError, match="the whole of (train|eval) epoch 0, batch"):
+            run.read(left_out)
+
+
 def test_no_hooks_on_a_batch_that_is_left_out(tmp_path, slow_store):
     model = nn.Sequential(nn.ReLU(), nn.Tanh())
     seen = set()

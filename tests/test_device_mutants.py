@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant(
         "a region does not know its transfers",
         ("in-place edit", "recorded, large ring"),
-        (of_stager("_hand_over", "region.transfers.append(transfer)", "pass"),),
+        (of_stager("_stage_slot", "region.transfers.append(transfer)", "pass"),),
     ),
     Mutant(
         "a full region is handed over while its last copy is being made",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 
@@ -149,6 +150,91 @@ def test_many_threads_on_one_small_layer(tmp_path):
             assert all((value == value[0]).all() for value in values)
             wanted = {float(1000 * index + number) for index in (int(layer), int(layer) + 2) for number in range(300)}
             assert {float(value[0]) for value in values} == wanted
+
+
+def test_an_interrupted_padded_capture_leaves_its_shape_to_nobody(tmp_path):
+    """The slot goes to the next capture, which is whole."""
+    model = Pass()
+
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_name != "_stage_slot":
+            return None
+
+        def at_line(frame, event, argument):
+            if event == "line" and "region" in frame.f_locals and frame.f_locals["region"] is not None and frame.f_locals["region"].pending:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return at_line
+
+        return at_line
+
+    with hookstore.record(model, tmp_path / "run", layers="") as recorder:
+        recorder.at(epoch=0, batch=0)
+        model(torch.full((8, 10), 1.0))
+        recorder.at(epoch=0, batch=1)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.full((5, 10), 2.0))
+        finally:
+            sys.settrace(before)
+        recorder.at(epoch=0, batch=2)
+        model(torch.full((8, 10), 3.0))
+    with hookstore.open(tmp_path / "run") as run:
+        assert run[""].activation[0, 2].tolist() == [[3.0] * 10] * 8
+
+
+@pytest.mark.parametrize("shape", [(8, 10), (100, 1000)])
+def test_a_slot_that_an_interrupt_kept_from_being_handed_over_is_given_up(tmp_path, monkeypatch, shape):
+    model = Pass()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with hookstore.record(model, tmp_path / "run", layers="") as recorder:
+        recorder.at(epoch=0, batch=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stager, "_hand_over_for_sure", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.ones(shape))
+        recorder.at(epoch=0, batch=1)
+        model(torch.ones(shape) * 2)
+        recorder.flush()
+    with hookstore.open(tmp_path / "run") as run:
+        assert run.batches(0) == [1]
+        assert (run[""].activation[0, 1] == 2).all()
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_of_two_captures_at_one_place_the_later_wins_whatever_array_it_is_in(tmp_path, codec):
+    model = Pass()
+    with hookstore.record(model, tmp_path / "run", layers="", codec=codec) as recorder:
+        recorder.at(epoch=0, batch=0)
+        model(torch.full((10, 300), 1.0))
+        recorder.at(epoch=0, batch=1)
+        model(torch.full((10, 300), 1.5))
+        recorder.at(epoch=0, batch=0)
+        model(torch.full((2, 30), 2.0))
+        for batch in range(2, 400):
+            recorder.at(epoch=0, batch=batch)
+            model(torch.full((2, 30), 3.0))
+    with hookstore.open(tmp_path / "run") as run, pytest.warns(hookstore.CaptureWarning, match="captured 2 times"):
+        assert run[""].activation[0, 0].tolist() == [[2.0] * 30] * 2
+
+
+def test_no_hooks_come_back_after_the_recorder_is_closed(tmp_path):
+    model = nn.Sequential(Pass())
+    recorder = hookstore.record(model, tmp_path / "run", every=2)
+    for batch in recorder.batches(range(6), epoch=0):
+        model(torch.ones(3))
+        if batch == 1:
+            recorder.close()
+        if batch >= 1:
+            assert not model._forward_pre_hooks
+            assert not model[0]._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model[0]._forward_hooks
 
 
 # The arena grows ----------------------------------------------------------------------------------------------------

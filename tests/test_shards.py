@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import re
+import stat
 import struct
 import sys
 import tracemalloc
@@ -25,7 +26,7 @@ from hookstore.codecs import codec_metadata, compressor
 from hookstore.errors import CorruptRunError, HookstoreError, OptionError
 from hookstore.files import DirectWriter, sync_paths, write_atomically
 from hookstore.format import DTYPES, MISSING, PAGE_BYTES, TRAILER_BYTES, TRAILER_FORMAT, TRAILER_MAGIC, ArraySpec, unsealed_name
-from hookstore.shards import ShardFiles, ShardReader, ShardWriter, chunk_checksums, read_sealed
+from hookstore.shards import ShardFiles, ShardReader, ShardWriter, chunk_checksums, publish, read_sealed
 
 O_DIRECT = 0o40000  # of the simulated file system, on every platform
 
@@ -62,6 +63,11 @@ def append_slots(shard: ShardWriter, memory: memoryview, slots: list[int], entri
     crcs = chunk_checksums(memory, shard.spec, np.array(slots))
     offsets = shard.append_region(memory, np.array(slots), np.array(entries), crcs)
     return offsets.tolist(), crcs.tolist()
+
+
+def seal(shard: ShardWriter, rows: bytes) -> None:
+    shard.finish(rows)
+    publish([shard], os.path.dirname(shard.path))
 
 
 def with_crc(contents: bytes) -> bytes:
@@ -136,7 +142,7 @@ def test_exact_bytes_of_a_sealed_shard(array: Path, files: ShardFiles) -> None:
     spec = make_spec()
     shard = ShardWriter(str(array), spec, (0, 2), files)
     offsets, crcs = append(shard, [0, 2, 4])
-    shard.seal(b"the rows")
+    seal(shard, b"the rows")
 
     assert os.listdir(array) == ["c.0.2.0.0"]
     contents = (array / "c.0.2.0.0").read_bytes()
@@ -163,7 +169,7 @@ def test_a_sealed_shard_ends_with_its_index_on_a_page_boundary(array: Path, file
     shard = ShardWriter(str(array), spec, (0, 0), files)
     offsets, _ = append(shard, [1, 3])
     rows = np.random.default_rng(0).bytes(num_rows_bytes)
-    shard.seal(rows)
+    seal(shard, rows)
     contents = (array / "c.0.0.0.0").read_bytes()
     assert len(contents) % PAGE_BYTES == 0
     assert contents.endswith(index_bytes(5, {1: (offsets[0], 52), 3: (offsets[1], 52)}))
@@ -191,7 +197,7 @@ def test_appending_never_rewrites_earlier_blocks(array: Path, files: ShardFiles)
         assert len(contents) % PAGE_BYTES == 0
         written = contents
         places |= {number: (offset, crc) for number, offset, crc in zip(numbers, offsets, crcs, strict=True)}
-    shard.seal(b"")
+    seal(shard, b"")
     contents = (array / shard.key).read_bytes()
     assert contents[: len(written)] == written
     index, _ = read_sealed(str(array / shard.key), 600)
@@ -209,7 +215,7 @@ def test_only_the_kept_slots_enter_the_index(array: Path, files: ShardFiles) -> 
     offsets, crcs = append_slots(shard, region(spec, [0, 1, 2]), [2, 0], [4, 3])
     assert offsets == [128, 0]
     assert crcs == [crc32c(chunk(2, spec)), crc32c(chunk(0, spec))]
-    shard.seal(b"")
+    seal(shard, b"")
     index, _ = read_sealed(str(array / shard.key), 5)
     assert index.tolist() == [[MISSING] * 2] * 3 + [[0, 52], [128, 52]]
 
@@ -222,7 +228,7 @@ def test_encoded_chunks(array: Path, files: ShardFiles) -> None:
     offsets, lengths, crcs = shard.append_encoded(iter(first), [0, 1, 2, 3])
     before = (array / unsealed_name(shard.key)).read_bytes()
     more = shard.append_encoded(second, [6, 5])
-    shard.seal(b"rows")
+    seal(shard, b"rows")
     assert offsets == [0, 128, 192, 256]
     assert lengths == [104, 5, 64, 5004]
     assert crcs == [crc32c(contents) for contents in first]
@@ -267,7 +273,7 @@ def test_a_chunk_in_pieces(array: Path, files: ShardFiles, num_bytes: int) -> No
         memory[: len(piece)] = piece
         shard.write_piece(memory, offset + start)
     shard.finish_pieces(4, offset, num_bytes)
-    shard.seal(b"")
+    seal(shard, b"")
     written = (array / shard.key).read_bytes()
     index, _ = read_sealed(str(array / shard.key), 5)
     assert index[4].tolist() == [offset, num_bytes + 4]
@@ -289,7 +295,7 @@ def test_the_last_chunk_of_an_entry_counts(array: Path, files: ShardFiles) -> No
     shard = ShardWriter(str(array), spec, (0, 0), files)
     append(shard, [7], [2])
     offsets, _ = append(shard, [8], [2])
-    shard.seal(b"")
+    seal(shard, b"")
     index, _ = read_sealed(str(array / shard.key), 5)
     assert index[2].tolist() == [offsets[0], 52]
 
@@ -298,7 +304,7 @@ def test_a_sealed_shard_that_is_taken_up_again(array: Path, files: ShardFiles) -
     spec = make_spec()
     first = ShardWriter(str(array), spec, (0, 0), files)
     append(first, [0, 3])
-    first.seal(b"rows of the first")
+    seal(first, b"rows of the first")
     sealed = array / first.key
     before = sealed.read_bytes()
 
@@ -311,7 +317,7 @@ def test_a_sealed_shard_that_is_taken_up_again(array: Path, files: ShardFiles) -
     assert sorted(os.listdir(array)) == [f".{first.key}.unsealed", first.key]
     append(again, [4])
     assert again.is_full
-    again.seal(b"all rows")
+    seal(again, b"all rows")
 
     assert os.listdir(array) == [first.key]
     contents = sealed.read_bytes()
@@ -345,7 +351,7 @@ def test_many_shards_keep_few_descriptors_open(array: Path, files: ShardFiles) -
         assert len(contents) == 2 * PAGE_BYTES, number
         assert contents[PAGE_BYTES + 64 : PAGE_BYTES + 112] == chunk(3, spec), number
     for shard in writers[::30]:
-        shard.seal(b"")
+        seal(shard, b"")
         assert read_sealed(str(array / shard.key), 5)[0][3].tolist() == [PAGE_BYTES + 64, 52]
     assert len(os.listdir("/dev/fd")) - before <= 128
     files.close()
@@ -358,7 +364,7 @@ def test_a_sealed_shards_descriptor_is_let_go(array: Path, files: ShardFiles) ->
     for numbers in ([0], [1], [2]):
         shard = ShardWriter(str(array), spec, (0, 0), files)
         append(shard, numbers)
-        shard.seal(b"")
+        seal(shard, b"")
     index, _ = read_sealed(str(array / "c.0.0.0.0"), 5)
     contents = (array / "c.0.0.0.0").read_bytes()
     for number in range(3):
@@ -382,8 +388,7 @@ def write_a_shard(array: Path, files: ShardFiles) -> None:
     shard.write_piece(memory, offset := shard.reserve(8000))
     shard.finish_pieces(160, offset, 8000)
     append(shard, list(range(100, 150)))
-    shard.sync()
-    shard.seal(b"rows" * 2000)
+    seal(shard, b"rows" * 2000)
     contents = (array / shard.key).read_bytes()
     index, rows = read_sealed(str(array / shard.key), 200)
     found = {entry: contents[offset : offset + length] for entry, (offset, length) in enumerate(index.tolist()) if offset != MISSING}
@@ -427,7 +432,7 @@ def test_o_direct_may_be_refused_late(array: Path, monkeypatch: pytest.MonkeyPat
     system.error = (system.num_writes, OSError(errno.EINVAL, "not any more"))
     append(shard, [2, 3])
     append(shard, [4])
-    shard.seal(b"")
+    seal(shard, b"")
     assert not files.writer.is_direct
     index, _ = read_sealed(str(array / shard.key), 5)
     contents = (array / shard.key).read_bytes()
@@ -500,9 +505,9 @@ def test_a_shard_is_not_published_when_its_sync_fails(array: Path, files: ShardF
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(files_module, "_data_sync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        shard.seal(b"")
+        seal(shard, b"")
     assert os.listdir(array) == [".c.0.0.0.0.unsealed"]
 
 
@@ -513,9 +518,9 @@ def test_a_sync_that_fails_names_the_file(array: Path, files: ShardFiles, monkey
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(files_module, "_data_sync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
-        shard.sync()
+        seal(shard, b"")
     assert caught.value.filename == str(array / ".c.0.0.0.0.unsealed")
 
 
@@ -523,12 +528,16 @@ def test_bytes_are_on_the_device_before_the_shard_has_its_key(array: Path, files
     shard = ShardWriter(str(array), make_spec(), (0, 0), files)
     append(shard, [0])
     order: list[str] = []
-    pwrite, replace, fsync, data_sync = os.pwrite, os.replace, os.fsync, files_module._data_sync
+    pwrite, replace, fsync = os.pwrite, os.replace, os.fsync
     monkeypatch.setattr(os, "pwrite", lambda *arguments: (order.append("write"), pwrite(*arguments))[1])
     monkeypatch.setattr(os, "replace", lambda *arguments: (order.append("rename"), replace(*arguments))[1])
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (order.append("sync the directory"), fsync(descriptor))[1])
-    monkeypatch.setattr(files_module, "_data_sync", lambda descriptor: (order.append("sync"), data_sync(descriptor))[1])
-    shard.seal(b"")
+
+    def look_and_sync(descriptor: int) -> None:
+        order.append("sync the directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look_and_sync)
+    seal(shard, b"")
     assert order == ["write", "sync", "rename", "sync the directory"]
 
 
@@ -595,7 +604,7 @@ def sealed(array: Path, files: ShardFiles) -> tuple[Path, list[int], list[int]]:
     """A sealed shard of five chunks: its path, offsets and checksums."""
     shard = ShardWriter(str(array), make_spec(), (0, 0), files)
     offsets, crcs = append(shard, [0, 1, 2, 3, 4])
-    shard.seal(b"some rows")
+    seal(shard, b"some rows")
     return array / shard.key, offsets, crcs
 
 
@@ -676,12 +685,12 @@ def test_shards_are_read_under_both_names(array: Path, files: ShardFiles, reader
     assert read(reader, offsets[0], crcs[0]) == chunk(0, spec)
     more, more_crcs = append(shard, [1])
     assert read(reader, more[0], more_crcs[0]) == chunk(1, spec), "a map of the shorter file must not be kept"
-    shard.seal(b"")
+    seal(shard, b"")
     assert read(reader, offsets[0], crcs[0]) == chunk(0, spec)
     again = ShardWriter(str(array), spec, (0, 0), files)
     late, late_crcs = append(again, [2])
     assert read(reader, late[0], late_crcs[0]) == chunk(2, spec), "the sealed shard lacks it, its hidden clone has it"
-    again.seal(b"")
+    seal(again, b"")
     fresh = ShardReader(str(array.parent.parent))
     for number, (offset, crc) in enumerate([(offsets[0], crcs[0]), (more[0], more_crcs[0]), (late[0], late_crcs[0])]):
         assert read(reader, offset, crc) == read(fresh, offset, crc) == chunk(number, spec)
@@ -695,7 +704,7 @@ def test_few_maps_and_no_descriptors_are_kept(array: Path, files: ShardFiles) ->
     for number in range(20):
         shard = ShardWriter(str(array), spec, (0, number), files)
         places.append(append(shard, [number], [0]))
-        shard.seal(b"")
+        seal(shard, b"")
     files.close()
 
     def maps() -> int:
