@@ -285,6 +285,7 @@ def add_many(figures: Figures, info: Info) -> None:
         unit="/s",
         digits=0,
     )
+    figures.row("those without the CPU seconds of no-op hooks", "", found["captures per CPU s over no-op hooks"], unit="/s", digits=0)
     num_compared = info["num_compared"]
     figures.row(f"those of the last {num_compared:,}", "", found["last stretch per CPU s"], unit="/s", digits=0)
     limit = Goal("≤", 1.1) if is_long else None
