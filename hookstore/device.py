@@ -62,7 +62,7 @@ class FreeList:
     @property
     def largest_hole_bytes(self) -> int:
         """Size of the largest piece that can be taken."""
-        return max((hole[1] - hole[0] for hole in self._holes), default=0)
+        return max([end - start for start, end in self._holes], default=0)
 
     def take(self, num_bytes: int) -> int | None:
         """Return the offset of a free piece, or ``None`` if no hole is large enough."""

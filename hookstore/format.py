@@ -425,10 +425,12 @@ class ArraySpec:
 
     def shard_ranges(self, shard: tuple[int, ...]) -> tuple[range, range, range]:
         """Return the epochs, batches and calls that belong to a shard."""
-        epochs, batches, calls = (
-            range(place * size, (place + 1) * size) for place, size in zip((*shard, 0)[:3], (*self.shard_shape, 1)[:3], strict=True)
+        (epoch, batch, call), (epochs, batches, calls) = (*shard, 0)[:3], (*self.shard_shape, 1)[:3]
+        return (
+            range(epoch * epochs, (epoch + 1) * epochs),
+            range(batch * batches, (batch + 1) * batches),
+            range(call * calls, (call + 1) * calls),
         )
-        return epochs, batches, calls
 
     def shard_key(self, shard: tuple[int, ...]) -> str:
         """Return the Zarr key of a shard, which is its file name in the array's directory."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hookstore.staging import Region
 
 _REGION_BYTES = 4 << 20  # large enough that a write costs its bytes and not its call
-_FIRST_REGION_BYTES = 64 << 10
+_FIRST_REGION_BYTES = 128 << 10
 SMALL_BYTES = 32 << 10  # up to here a copy and a checksum take less than giving the GIL away and getting it back
 
 

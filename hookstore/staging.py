@@ -528,18 +528,16 @@ class Stager:
     def _next_region_bytes(self, array: Array) -> int:
         """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
         smallest = _smallest_region(array)
-        most_open_bytes = self.arena_bytes // 8
+        most_open_bytes = self.arena_bytes // 16
         # Many arrays must not fill the arena with room for more.
         share = most_open_bytes // max(1, self._num_arrays) // PAGE_BYTES * PAGE_BYTES
         wanted = max(smallest, min(array.region_bytes, share))
+        largest = self._free.largest_hole_bytes
         is_for_many = wanted >= 2 * (array.stride_bytes + NOTE.size)
-        if (
-            is_for_many
-            and self._free.largest_hole_bytes < wanted
-            and self._free.num_bytes + wanted <= min(self.arena_bytes, _FIRST_BYTES + most_open_bytes)
-        ):
+        if is_for_many and largest < wanted and self._free.num_bytes + wanted <= min(self.arena_bytes, _FIRST_BYTES + most_open_bytes):
             self._free.extend(wanted)  # what waits for more captures does not come out of what keeps the disk busy
-        return max(smallest, min(wanted, self._free.largest_hole_bytes))
+            return wanted
+        return max(smallest, min(wanted, largest))
 
     def _patience_s(self, num_bytes: int) -> float:
         """Return how long to wait for the writer before new memory is used: longer than that costs, since it also takes memory, and its time, from others."""
