@@ -43,9 +43,6 @@ class _InertCopy:
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
@@ -81,8 +78,8 @@ class LayerHooks:
         self.was_called = False
         self.watches: list[GradientWatch] = []
         self._module = weakref.ref(layer.module)
-        self._pre: _InertCopy = _PreHook(self)
-        self._post: _InertCopy = _PostHook(self)
+        self._pre: Callable[..., None] = _PreHook(self)
+        self._post: Callable[..., None] = _PostHook(self)
         if sink.clock.budget is not None:
             self._pre, self._post = _TimedHook(self._pre, sink.clock.budget), _TimedHook(self._post, sink.clock.budget)
         self._handles: list[RemovableHandle] = []
@@ -218,7 +215,7 @@ class _TimedHook(_InertCopy):
 
     __slots__ = ("_budget", "_hook")
 
-    def __init__(self, hook: _InertCopy, budget: Budget) -> None:
+    def __init__(self, hook: Callable[..., None], budget: Budget) -> None:
         self._hook = hook
         self._budget = budget
 

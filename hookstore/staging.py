@@ -312,27 +312,18 @@ class Stager:
         source = tensor.data_ptr()
         if not source:
             return False
-        where = call.coordinates
         thread = threading.get_ident()
         self._staging_threads.add(thread)
         try:
             with self._lock:
-                region = array.region
-                if (
-                    region is None
-                    or where.batch not in region.batches
-                    or where.epoch not in region.epochs
-                    or call.number not in region.calls
-                    or region.reserved == region.num_slots  # an interrupt kept it from being closed
-                ):
-                    region = self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number))
-                    if region is None:
-                        return False
+                region = self._region_for(array, call)
+                if region is None:
+                    return False
                 slot = region.reserved
                 start = region.offset + slot * array.stride_bytes
                 copy_small(self._address + start, source, array.chunk_bytes)
                 crc = crc32c(self.memory[start : start + array.chunk_bytes])
-                self._note(region, slot, call, backward, time.time_ns() // 1000, crc, has_crc=True)
+                self._note(region, slot, call, backward, time.time_ns() // 1000, crc)
                 region.reserved = slot + 1  # from here on it is captured; an interrupt before leaves the slot free
                 if slot + 1 == region.num_slots:
                     array.grow_region()
@@ -369,25 +360,16 @@ class Stager:
 
     def _stage_slot(self, array: Array, call: Call, backward: int, shape: tuple[int, ...], wall_time_us: int, tensor: torch.Tensor) -> str:
         """Copy a tensor into a slot; return "", or why there is none."""
-        where = call.coordinates
         region: Region | None = None
         slot = -1
         copied = False
         reason = ""
         try:
             with self._lock:
-                found = array.region
-                if (
-                    found is None
-                    or where.batch not in found.batches
-                    or where.epoch not in found.epochs
-                    or call.number not in found.calls
-                    or found.reserved == found.num_slots  # an interrupt kept it from being closed
-                ):
-                    found = self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number))
+                found = self._region_for(array, call)
                 if found is not None:
                     slot = found.reserved
-                    self._note(found, slot, call, backward, wall_time_us, 0, has_crc=False)
+                    self._note(found, slot, call, backward, wall_time_us, None)
                     region = found
                     found.pending[slot] = threading.get_ident()
                     found.reserved = slot + 1  # an interrupt before leaves the slot free, and must leave nothing behind about it
@@ -417,11 +399,13 @@ class Stager:
         """Note how long a copy to memory took that had not been used before."""
         self._touch_s_per_byte = min((self._touch_s_per_byte + took_s / num_bytes) / 2, _MOST_TOUCH_S_PER_BYTE)
 
-    def _note(self, region: Region, slot: int, call: Call, backward: int, wall_time_us: int, crc: int, *, has_crc: bool) -> None:
+    def _note(self, region: Region, slot: int, call: Call, backward: int, wall_time_us: int, crc: int | None) -> None:
         """Write what the manifest needs of a capture behind the slots of its region."""
         where = call.coordinates
         position = region.notes_offset + slot * NOTE.size
-        NOTE.pack_into(self.memory, position, where.epoch, where.batch, call.number, call.step, wall_time_us, backward, crc, has_crc)
+        NOTE.pack_into(
+            self.memory, position, where.epoch, where.batch, call.number, call.step, wall_time_us, backward, crc or 0, crc is not None
+        )
 
     def note(self, capture: Capture) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.
@@ -495,6 +479,20 @@ class Stager:
             )
 
     # Regions (all under the lock) ---------------------------------------------------------------------------------
+
+    def _region_for(self, array: Array, call: Call) -> Region | None:
+        """Return the region that takes a capture, with a free slot, or ``None`` if the capture is to be dropped."""
+        region = array.region
+        where = call.coordinates
+        if (
+            region is None
+            or where.batch not in region.batches
+            or where.epoch not in region.epochs
+            or call.number not in region.calls
+            or region.reserved == region.num_slots  # an interrupt kept it from being closed
+        ):
+            return self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number))
+        return region
 
     def _open_region(self, array: Array, shard: tuple[int, ...]) -> Region | None:
         """Return an open region with a free slot, waiting for room if need be, or ``None`` if the capture is to be dropped."""
