@@ -27,8 +27,8 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
-from hookstore.files import replace_all, write_atomically
-from hookstore.format import DTYPES, ArraySpec, escape
+from hookstore.files import replace_all, sync_directory, system, write_atomically, write_new
+from hookstore.format import DTYPES, MAKING_PREFIX, ArraySpec, escape
 
 if TYPE_CHECKING:
     from zarr.core.common import ZarrFormat
@@ -229,20 +229,21 @@ class ArrayStore:
         return array_metadata(spec, tuple(layer.extents), self._dimension_names(layer, spec))
 
     def _write_new(self, directory: str, contents: bytes) -> None:
-        """Write the ``zarr.json`` of a new group or array, which is synced together with the first captures.
+        """Write the ``zarr.json`` of a new group or array.
 
-        It appears whole: readers would warn about a directory without metadata.
+        It appears whole, also where the power fails right after: readers would warn about a directory without metadata, and raise at half of it. That it
+        stays is synced together with the first captures.
         """
         if os.path.isdir(directory):  # the root, which stands before anything reads it
-            write_atomically(os.path.join(directory, "zarr.json"), contents, sync=False)
+            write_atomically(os.path.join(directory, "zarr.json"), contents)
         else:
             self._num_made += 1
-            making = os.path.join(os.path.dirname(self._layers_path), f".making-{os.getpid()}-{self._num_made}")
-            os.mkdir(making)
-            with open(os.path.join(making, "zarr.json"), "xb") as file:
-                file.write(contents)
-            os.rename(making, directory)
-        self.unsynced.update((os.path.join(directory, "zarr.json"), directory, os.path.dirname(directory)))
+            making = os.path.join(os.path.dirname(self._layers_path), f"{MAKING_PREFIX}{os.getpid()}-{self._num_made}")
+            system.mkdir(making)
+            write_new(os.path.join(making, "zarr.json"), contents, sync=True)
+            sync_directory(making)
+            system.replace(making, directory)
+        self.unsynced.add(os.path.dirname(directory))
 
     def _dimension_names(self, layer: _LayerState, spec: ArraySpec) -> list[str]:
         """Name the dimensions so that no name has two sizes within the layer's group, which xarray would refuse."""

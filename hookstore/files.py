@@ -1,4 +1,8 @@
-"""Files: aligned writes past the page cache, syncs, atomic replacement."""
+"""Files: aligned writes past the page cache, syncs, atomic replacement, and reading what nobody vouches for.
+
+Everything that changes a run on disk goes through `system`, one object that tests replace: to record what is done in which order, to replay any part of
+it, or to let a call fail as a full or broken disk would.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from hookstore.format import PAGE_BYTES
+from hookstore.format import PAGE_BYTES, WRITING_SUFFIX
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LONGEST_WRITE = 0x7FFF_F000
@@ -22,6 +26,75 @@ _EMPTY_WRITES = 8
 _SINK_BYTES = 4 << 20
 _RECORDS_PER_PIECE = 256  # what a shard keeps in memory of each kind of record before it goes to the spool
 _SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
+
+
+class System:
+    """The system calls by which a run changes on disk."""
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file or a directory, never for a program that is started later, and return its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor."""
+        os.close(descriptor)
+
+    def write(self, descriptor: int, contents: memoryview) -> int:
+        """Append bytes; returns how many."""
+        return os.write(descriptor, contents)
+
+    def pwrite(self, descriptor: int, contents: memoryview, offset: int) -> int:
+        """Write bytes at an offset; returns how many."""
+        return os.pwrite(descriptor, contents, offset)
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy the first bytes of a file into an empty one; file systems that can let both share them."""
+        copied = 0
+        while copied < num_bytes:
+            try:
+                count = os.copy_file_range(source, target, num_bytes - copied, copied, copied)
+            except (OSError, AttributeError) as error:
+                if isinstance(error, OSError) and error.errno not in _NO_COPY:
+                    raise
+                contents = os.pread(source, min(_SINK_BYTES, num_bytes - copied), copied)
+                count = os.pwrite(target, contents, copied) if contents else 0
+            if count == 0:
+                raise OSError(errno.EIO, f"a file to copy has only {copied:,} of {num_bytes:,} bytes")
+            copied += count
+
+    def data_sync(self, descriptor: int) -> None:
+        """Return when a file's bytes are on the device."""
+        getattr(os, "fdatasync", os.fsync)(descriptor)
+
+    def sync(self, descriptor: int) -> None:
+        """Return when a file's bytes, or the names in a directory, are on the device."""
+        os.fsync(descriptor)
+
+    def sync_file_system(self, descriptor: int) -> None:
+        """Return when all of the file system that a descriptor lies in is on the device; only where `has_sync_file_system`."""
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename a file or a directory, in place of one that is there."""
+        os.replace(source, target)
+
+    def mkdir(self, path: str) -> None:
+        """Make a directory."""
+        os.mkdir(path)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+has_sync_file_system = os.name == "posix" and hasattr(ctypes.CDLL(None), "syncfs")
+system = System()
 
 
 class DirectWriter:
@@ -46,7 +119,8 @@ class DirectWriter:
         written = num_empty = 0
         while written < len(buffer):
             try:
-                count = os.pwrite(self.descriptor(path), buffer[written : written + _LONGEST_WRITE], offset + written)
+                descriptor = self.descriptor(path)
+                count = system.pwrite(descriptor, buffer[written : written + _LONGEST_WRITE], offset + written)
             except OSError as error:
                 if error.errno == errno.EINVAL and self.is_direct:
                     # This file system does not take O_DIRECT: go on through the page cache, for good.
@@ -67,6 +141,7 @@ class DirectWriter:
                     # Not one page: there may be no room for one, and it would be tried for ever. The page cache takes the rest, or says why not.
                     self.is_direct = False
                     self.close()
+        check_linked(self.descriptor(path), path)
 
     def descriptor(self, path: str) -> int:
         """Return an open descriptor of a shard."""
@@ -75,7 +150,7 @@ class DirectWriter:
             self._open.move_to_end(path)
             return descriptor
         while len(self._open) >= self._max_open:
-            os.close(self._open.popitem(last=False)[1])
+            system.close(self._open.popitem(last=False)[1])
         try:
             descriptor = self._open_file(path)
         except OSError as error:
@@ -88,33 +163,25 @@ class DirectWriter:
         return descriptor
 
     def _open_file(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT
         try:
-            return os.open(path, flags | (_O_DIRECT if self.is_direct else 0), 0o666)
+            return system.open(path, flags | (_O_DIRECT if self.is_direct else 0))
         except OSError as error:
             if error.errno != errno.EINVAL or not self.is_direct:
                 raise
         self.is_direct = False
-        return os.open(path, flags, 0o666)
-
-    def sync(self, path: str) -> None:
-        """Return when the file's bytes are on the device."""
-        try:
-            _data_sync(self.descriptor(path))
-        except OSError as error:
-            error.filename = path
-            raise
+        return system.open(path, flags)
 
     def forget(self, path: str) -> None:
         """Close a shard's descriptor."""
         descriptor = self._open.pop(path, None)
         if descriptor is not None:
-            os.close(descriptor)
+            system.close(descriptor)
 
     def close(self) -> None:
         """Close every descriptor."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            system.close(self._open.popitem()[1])
 
 
 def _max_open_files() -> int:
@@ -126,17 +193,9 @@ def _max_open_files() -> int:
     return max(1, min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3))
 
 
-_data_sync = getattr(os, "fdatasync", os.fsync)
-_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None) if os.name == "posix" else None
-
-
 def sync_directory(path: str) -> None:
     """Return when the names in a directory are on the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_paths([path], path)
 
 
 def sync_paths(paths: Iterable[str], file_system: str) -> None:
@@ -150,22 +209,21 @@ def sync_paths(paths: Iterable[str], file_system: str) -> None:
         A directory of that file system: where there are many paths and the system can do it, the whole file system is synced in one call.
     """
     wanted = list(paths)
-    whole = len(wanted) > _SYNC_WHOLE_ABOVE and _syncfs is not None
+    whole = len(wanted) > _SYNC_WHOLE_ABOVE and has_sync_file_system
     if whole:
         wanted = [file_system]
     for path in wanted:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = system.open(path, os.O_RDONLY)
         try:
-            if whole and _syncfs is not None:
-                if _syncfs(descriptor) != 0:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+            if whole:
+                system.sync_file_system(descriptor)
             else:
-                os.fsync(descriptor)
+                system.sync(descriptor)
         except OSError as error:
             error.filename = path
             raise
         finally:
-            os.close(descriptor)
+            system.close(descriptor)
 
 
 def write_atomically(path: str, contents: bytes, *, sync: bool = True) -> None:
@@ -183,7 +241,7 @@ def write_atomically(path: str, contents: bytes, *, sync: bool = True) -> None:
     temporary = _write_temporary(path, contents)
     if sync:
         sync_paths([temporary], temporary)
-    os.replace(temporary, path)
+    system.replace(temporary, path)
     if sync:
         sync_directory(os.path.dirname(path))
 
@@ -191,15 +249,65 @@ def write_atomically(path: str, contents: bytes, *, sync: bool = True) -> None:
 def _write_temporary(path: str, contents: bytes) -> str:
     """Write what is to replace a file beside it, and return the path of that."""
     directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.writing")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(contents)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    finally:
-        os.close(descriptor)
+    temporary = os.path.join(directory, f".{name}{WRITING_SUFFIX}")
+    write_new(temporary, contents)
     return temporary
+
+
+def write_new(path: str, contents: bytes, *, sync: bool = False) -> None:
+    """Write a file that nobody reads yet, in place of one that a dead process may have left there.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    contents : bytes
+        All of it.
+    sync : bool
+        Whether its bytes are durable on return; its name is not.
+    """
+    descriptor = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(descriptor, contents, path)
+        if sync:
+            system.sync(descriptor)
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        system.close(descriptor)
+
+
+def write_all(descriptor: int, contents: bytes, path: str) -> None:
+    """Append all of some bytes to a file.
+
+    Raises
+    ------
+    OSError
+        From the operating system, with the path; also where it takes nothing again and again.
+    """
+    view = memoryview(contents)
+    num_empty = 0
+    while view:
+        count = system.write(descriptor, view)
+        num_empty = num_empty + 1 if count == 0 else 0
+        if num_empty == _EMPTY_WRITES:
+            raise OSError(errno.EIO, f"the system wrote nothing, {num_empty} times", path)
+        view = view[count:]
+
+
+def check_linked(descriptor: int, path: str) -> None:
+    """Raise ``FileNotFoundError`` if the file of a descriptor has been deleted: what is written to it goes nowhere.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of the file.
+    path : str
+        For the error.
+    """
+    if os.fstat(descriptor).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, "it was deleted while it was being written", path)
 
 
 def replace_all(contents: dict[str, bytes], file_system: str) -> None:
@@ -217,7 +325,7 @@ def replace_all(contents: dict[str, bytes], file_system: str) -> None:
         temporaries[path] = _write_temporary(path, content)
     sync_paths(temporaries.values(), file_system)
     for path, temporary in temporaries.items():
-        os.replace(temporary, path)
+        system.replace(temporary, path)
     sync_paths({os.path.dirname(path) for path in contents}, file_system)
 
 

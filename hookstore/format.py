@@ -22,6 +22,10 @@ RUN_FILE = "run.json"
 LAYERS_DIR = "layers"
 MANIFEST_DIR = "manifest"
 JOURNAL_DIR = "journal"
+LOCK_FILE = "lock.json"  # in journal/
+DAMAGED_DIR = "damaged"  # what recovery found broken and put aside
+MAKING_PREFIX = ".making-"  # directories in the run that are about to become groups and arrays
+WRITING_SUFFIX = ".writing"  # files that are about to take the place of others; their names begin with a dot
 
 KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
 PHASES = ("train", "eval")

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from hookstore.errors import CaptureWarning, CorruptRunError
-from hookstore.files import Spool, SpooledRecords, sync_directory, write_atomically
+from hookstore.files import Spool, SpooledRecords, check_linked, sync_directory, system, write_all, write_atomically
 from hookstore.format import (
     DTYPES,
     FRAME_BYTES,
@@ -342,7 +342,7 @@ class ManifestWriter:
         """Note in the journal that the bytes of all rows so far are on the device, and bring the journal there too."""
         if self._descriptor >= 0:
             self._write_frame(FRAME_SYNC, struct.pack(SYNC_FORMAT, self._num_rows))
-            os.fsync(self._descriptor)
+            system.sync(self._descriptor)
 
     def finish_segment(self) -> None:
         """Turn the segment into a Parquet part. The bytes of its rows must be durable."""
@@ -352,14 +352,14 @@ class ManifestWriter:
         name = part_name(self._rank, self._attempt, self._index, crc32c(contents))
         write_atomically(os.path.join(self._manifest_path, name), contents)
         self.close()
-        os.unlink(self._segment_path())
+        system.unlink(self._segment_path())
         self._log = RowLog()
         self._num_rows = 0
 
     def close(self) -> None:
         """Close the segment as it is."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            system.close(self._descriptor)
             self._descriptor = -1
 
     def _segment_path(self) -> str:
@@ -367,16 +367,19 @@ class ManifestWriter:
 
     def _begin_segment(self) -> None:
         self._index += 1
-        self._descriptor = os.open(self._segment_path(), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._descriptor = system.open(self._segment_path(), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         self._write_frame(FRAME_SCHEMA, SCHEMA.serialize())
         sync_directory(self._journal_path)
 
     def _write_frame(self, kind: int, payload: pa.Buffer | bytes) -> None:
         contents = bytes(payload)
-        frame = _frame_header(kind, contents) + contents
-        view = memoryview(frame)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        path = self._segment_path()
+        try:
+            write_all(self._descriptor, _frame_header(kind, contents) + contents, path)
+            check_linked(self._descriptor, path)
+        except OSError as error:
+            error.filename = path
+            raise
 
 
 def _frame_header(kind: int, payload: bytes) -> bytes:

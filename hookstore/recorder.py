@@ -23,7 +23,7 @@ from hookstore import __version__
 from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
-from hookstore.files import sync_directory, write_atomically
+from hookstore.files import sync_directory, system, write_atomically
 from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
 from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
@@ -428,7 +428,7 @@ def _create_run(path: str | os.PathLike[str], model: nn.Module, layers: list[Lay
     run_path = os.path.abspath(os.fspath(path))
     os.makedirs(os.path.dirname(run_path), exist_ok=True)
     try:
-        os.mkdir(run_path)
+        system.mkdir(run_path)
     except FileExistsError:
         if not os.path.isdir(run_path) or os.listdir(run_path):
             raise RunExistsError(
@@ -436,11 +436,11 @@ def _create_run(path: str | os.PathLike[str], model: nn.Module, layers: list[Lay
                 path=run_path,
             ) from None
     try:
-        os.mkdir(os.path.join(run_path, JOURNAL_DIR))  # of two processes that found the directory empty, one gets further
+        system.mkdir(os.path.join(run_path, JOURNAL_DIR))  # of two processes that found the directory empty, one gets further
     except FileExistsError:
         raise RunExistsError(f"another process has begun to record into {run_path}", path=run_path) from None
     for name in (LAYERS_DIR, MANIFEST_DIR):
-        os.mkdir(os.path.join(run_path, name))
+        system.mkdir(os.path.join(run_path, name))
     contents = {
         "format": "hookstore",
         "format_version": FORMAT_VERSION,

@@ -29,7 +29,7 @@ from crc32c import crc32c
 
 from hookstore.codecs import compressor, decode
 from hookstore.errors import CorruptRunError
-from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_paths
+from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_paths, system
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
@@ -252,7 +252,7 @@ class ShardWriter:
 
     def give_key(self) -> None:
         """Give the finished shard, whose bytes are on the device, its Zarr key."""
-        os.replace(self.path, self.sealed_path)
+        system.replace(self.path, self.sealed_path)
         self._files.writer.forget(self.path)
 
 

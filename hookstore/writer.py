@@ -29,7 +29,7 @@ from crc32c import crc32c
 from hookstore.arrays import ArrayStore
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderClosedError
-from hookstore.files import sync_directory, sync_paths
+from hookstore.files import sync_directory, sync_paths, system
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
@@ -564,5 +564,5 @@ class Writer:
         self._manifest.finish_segment()
         self._answer()
         with contextlib.suppress(OSError):  # a network file system's own hidden file may lie there; all of ours are gone
-            os.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
+            system.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)

@@ -549,13 +549,13 @@ def test_few_paths_are_synced_one_by_one_and_many_at_once(tmp_path: Path, monkey
     whole: list[int] = []
     synced: list[int] = []
     fsync = os.fsync
-    monkeypatch.setattr(files_module, "_syncfs", lambda descriptor: whole.append(descriptor) or 0)
+    monkeypatch.setattr(files_module.system, "sync_file_system", whole.append)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor))[1])
     sync_paths([*map(str, names[:3]), str(tmp_path)], str(tmp_path))
     assert (len(synced), len(whole)) == (4, 0)
     sync_paths(map(str, names), str(tmp_path))
     assert (len(synced), len(whole)) == (4, 1)
-    monkeypatch.setattr(files_module, "_syncfs", None)
+    monkeypatch.setattr(files_module, "has_sync_file_system", False)
     sync_paths(map(str, names), str(tmp_path))
     assert len(synced) == 204
 
