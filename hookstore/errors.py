@@ -9,6 +9,7 @@
     ├── UnsupportedModelError (TypeError)           a model or device that cannot be hooked
     ├── RecorderClosedError   (RuntimeError)        a call on a recorder that is closed
     ├── RecorderBusyError     (RuntimeError)        a call from a signal handler in the middle of a capture
+    ├── RunLockedError        (RuntimeError)        writing to a run that another process writes to
     ├── RunExistsError        (FileExistsError)     recording into a directory that holds something
     ├── NotARunError          (FileNotFoundError)   opening what is no run
     ├── FormatVersionError    (ValueError)          a run that a newer hookstore wrote
@@ -35,6 +36,7 @@ __all__ = [
     "RecorderBusyError",
     "RecorderClosedError",
     "RunExistsError",
+    "RunLockedError",
     "SelectionError",
     "UnknownLayerError",
     "UnsupportedModelError",
@@ -94,6 +96,26 @@ class RunExistsError(HookstoreError, FileExistsError):
     def __init__(self, message: str, *, path: str = "") -> None:
         super().__init__(message)
         self.path = path
+
+
+class RunLockedError(HookstoreError, RuntimeError):
+    """Another process writes to the run, or another recorder of this one.
+
+    Attributes
+    ----------
+    path : str
+        Directory of the run.
+    host : str
+        Name of the machine that process runs on.
+    pid : int
+        Its number there; 0 where it is not known.
+    """
+
+    def __init__(self, message: str, *, path: str = "", host: str = "", pid: int = 0) -> None:
+        super().__init__(message)
+        self.path = path
+        self.host = host
+        self.pid = pid
 
 
 class NotARunError(HookstoreError, FileNotFoundError):

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -327,6 +328,31 @@ def replace_all(contents: dict[str, bytes], file_system: str) -> None:
     for path, temporary in temporaries.items():
         system.replace(temporary, path)
     sync_paths({os.path.dirname(path) for path in contents}, file_system)
+
+
+def read_small(path: str, most_bytes: int) -> bytes:
+    """Read a whole file that may be anything: no more than a regular file of a bounded size is read.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    most_bytes : int
+        A larger one is refused.
+
+    Raises
+    ------
+    OSError
+        From the operating system; ``EFBIG`` if the file is too large, ``EINVAL`` if it is a pipe, a device or a directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", path)
+        if status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, more than the {most_bytes:,} that such a file can have", path)
+        return file.read(most_bytes + 1)
 
 
 class Sink:

@@ -145,9 +145,31 @@ def is_shard_key(text: str) -> bool:
     return _SHARD_PATTERN.fullmatch(text) is not None
 
 
+def parse_shard_key(key: str, num_dims: int) -> tuple[int, ...]:
+    """Return the coordinates in a shard's key along the first dimensions; the others are 0."""
+    return tuple(int(number) for number in key.split(".")[1 : 1 + num_dims])
+
+
+def is_array_path(text: str) -> bool:
+    """Say whether ``text`` can be the path of an array below ``layers/``, and so is safe to use as a path."""
+    parts = text.split("/")
+    return len(parts) == 2 and not any(part in ("", ".", "..") or "\\" in part or "\0" in part or len(part) > COMPONENT_BYTES for part in parts)
+
+
 def unsealed_name(shard: str) -> str:
     """Return the hidden file name that a shard has until it is sealed."""
     return f".{shard}.unsealed"
+
+
+def parse_unsealed_name(name: str) -> str | None:
+    """Return the key of the shard that has this hidden name, or ``None`` for another file."""
+    key = name[1:].removesuffix(".unsealed")
+    return key if name == unsealed_name(key) and is_shard_key(key) else None
+
+
+def cloning_name(shard: str) -> str:
+    """Return the hidden name of the clone of a sealed shard until all of it is there."""
+    return f".{shard}.cloning"
 
 
 # Data types -------------------------------------------------------------------------------------------------------

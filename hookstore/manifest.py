@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from hookstore.errors import CaptureWarning, CorruptRunError
-from hookstore.files import Spool, SpooledRecords, check_linked, sync_directory, system, write_all, write_atomically
+from hookstore.files import Spool, SpooledRecords, check_linked, read_small, sync_directory, system, write_all, write_atomically
 from hookstore.format import (
     DTYPES,
     FRAME_BYTES,
@@ -65,6 +65,8 @@ CODED_SCHEMA = pa.schema(
 _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
 _BATCHES_TOGETHER = 64
+_MOST_PIECE_BYTES = 1 << 30  # of a part or segment: no writer makes a tenth of that
+_Key = tuple[int, int, int]  # rank, attempt, index
 # What pyarrow and struct raise for bytes of any other kind.
 _NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
 
@@ -488,47 +490,125 @@ def read_manifest(run_path: str) -> pa.Table:
     Raises
     ------
     CorruptRunError
-        If a part does not match the checksum in its name, or a part or a segment makes no sense.
+        If none of the parts and segments can be read. One that is damaged beside others that are not is left out with a warning.
     """
-    return read_coded_manifest(run_path).cast(SCHEMA)
+    return ManifestReader(run_path).read().cast(SCHEMA)
 
 
-def read_coded_manifest(run_path: str) -> pa.Table:
-    """Read what `read_manifest` does, and leave the text columns as dictionaries.
+class ManifestReader:
+    """Reads the manifest of a run, and again what has come since.
 
-    Returns
-    -------
-    pyarrow.Table
-        Schema `CODED_SCHEMA`; all chunks of a text column have the same dictionary.
+    Parameters
+    ----------
+    run_path : str
+        The run.
+
+    Attributes
+    ----------
+    damaged : dict of str to str
+        Parts and segments that are left out, wholly or in part, by path: what is wrong with each.
     """
-    pieces: dict[tuple[int, int, int], pa.Table] = {}
-    for name in _listdir(os.path.join(run_path, JOURNAL_DIR)):
-        key = parse_segment_name(name)
-        if key is None:
-            continue
-        try:
-            with open(os.path.join(run_path, JOURNAL_DIR, name), "rb") as file:
-                contents = file.read()
-        except FileNotFoundError:
-            continue  # it has become a part since the listing
-        path = os.path.join(run_path, JOURNAL_DIR, name)
-        try:
-            segment = read_segment(contents)
-            pieces[key] = _coded(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
-        except _NONSENSE as error:
-            raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
+
+    def __init__(self, run_path: str) -> None:
+        self.damaged: dict[str, str] = {}
+        self._run_path = run_path
+        self._parts: dict[str, pa.Table] = {}  # by file name: their contents never change
+        self._segments: dict[str, tuple[int, pa.Table]] = {}  # with the bytes that were read
+        self._unwarned: list[str] = []
+
+    def read(self) -> pa.Table:
+        """Read every row that is acknowledged by now; see `read_manifest`.
+
+        Returns
+        -------
+        pyarrow.Table
+            Schema `CODED_SCHEMA`; all chunks of a text column have the same dictionary.
+        """
+        # The journal first: what moves to a part meanwhile is found there.
+        segments = self._read_segments()
+        parts = self._read_parts()
+        pieces = {**segments, **parts}
+        if self.damaged and not pieces:
+            path, problem = next(iter(self.damaged.items()))
+            raise CorruptRunError(problem, path=path)
+        self._warn()
+        ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
+        return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+
+    def _read_segments(self) -> dict[_Key, pa.Table]:
+        found: dict[_Key, pa.Table] = {}
+        known, self._segments = self._segments, {}
+        directory = os.path.join(self._run_path, JOURNAL_DIR)
+        for name in _listdir(directory):
+            key = parse_segment_name(name)
+            if key is None:
+                continue
+            path = os.path.join(directory, name)
+            try:
+                if name not in known or os.stat(path).st_size != known[name][0]:
+                    known[name] = self._read_segment(path)
+            except FileNotFoundError:
+                continue  # it has become a part since the listing
+            except CorruptRunError as error:
+                self._leave_out(path, str(error))
+                continue
+            self._segments[name] = known[name]
+            found[key] = known[name][1]
+        return found
+
+    def _read_segment(self, path: str) -> tuple[int, pa.Table]:
+        contents, segment = load_segment(path)
         if segment.damaged:
-            warnings.warn(
+            self._leave_out(
+                path,
                 f"journal segment {path} is damaged at byte {', '.join(map(str, segment.damaged))}: the captures acknowledged there are missing",
-                CaptureWarning,
-                stacklevel=2,
             )
-    for name in _listdir(os.path.join(run_path, MANIFEST_DIR)):
-        parsed = parse_part_name(name)
-        if parsed is not None:
-            pieces[parsed[0]] = _read_part(os.path.join(run_path, MANIFEST_DIR, name), parsed[1])
-    ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
-    return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+        return len(contents), _coded(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
+
+    def _read_parts(self) -> dict[_Key, pa.Table]:
+        found: dict[_Key, pa.Table] = {}
+        directory = os.path.join(self._run_path, MANIFEST_DIR)
+        for name in _listdir(directory):
+            parsed = parse_part_name(name)
+            if parsed is None:
+                continue
+            path = os.path.join(directory, name)
+            try:
+                if name not in self._parts:
+                    self._parts[name] = load_part(path, parsed[1])
+            except FileNotFoundError:
+                continue  # a repair has put it aside since the listing
+            except CorruptRunError as error:
+                self._leave_out(path, str(error))
+                continue
+            found[parsed[0]] = self._parts[name]
+        return found
+
+    def _leave_out(self, path: str, problem: str) -> None:
+        if path not in self.damaged:
+            self.damaged[path] = problem
+            self._unwarned.append(problem)
+
+    def _warn(self) -> None:
+        while self._unwarned:
+            warnings.warn(f"{self._unwarned.pop(0)}; `hookstore recover` looks for them in the shards", CaptureWarning, stacklevel=5)
+
+
+def load_segment(path: str) -> tuple[bytes, Segment]:
+    """Read a journal segment.
+
+    Raises
+    ------
+    CorruptRunError
+        If it holds what no writer of this format wrote.
+    """
+    try:
+        contents = read_small(path, _MOST_PIECE_BYTES)
+        return contents, read_segment(contents)
+    except FileNotFoundError:
+        raise
+    except _NONSENSE as error:
+        raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
 
 
 def _coded(rows: pa.Table) -> pa.Table:
@@ -537,18 +617,26 @@ def _coded(rows: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, names=rows.schema.names).cast(CODED_SCHEMA)
 
 
-def _read_part(path: str, crc: int) -> pa.Table:
-    with open(path, "rb") as file:
-        contents = file.read()
-    found = crc32c(contents)
-    if found != crc:
-        raise CorruptRunError(
-            f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
-        )
+def load_part(path: str, crc: int) -> pa.Table:
+    """Read a part, whose name has that crc32c, in `CODED_SCHEMA`.
+
+    Raises
+    ------
+    CorruptRunError
+        If it does not match the checksum, or makes no sense.
+    """
     try:
+        contents = read_small(path, _MOST_PIECE_BYTES)
+        found = crc32c(contents)
+        if found != crc:
+            raise CorruptRunError(
+                f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
+            )
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
         part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=list(TEXT_COLUMNS), page_checksum_verification=True)
         return _checked(part.read(), CODED_SCHEMA)
+    except (FileNotFoundError, CorruptRunError):
+        raise
     except _NONSENSE as error:
         raise CorruptRunError(f"manifest part {path} holds what no writer of this format wrote: {error}", path=path) from error
 

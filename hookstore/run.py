@@ -5,8 +5,6 @@ Reading goes by the manifest, never by what lies in the directories. A run is un
 
 from __future__ import annotations
 
-import builtins
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -21,16 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hookstore.captures import LayerRun, RowIndex, ranges
-from hookstore.errors import (
-    CorruptRunError,
-    FormatVersionError,
-    MissingCaptureError,
-    NotARunError,
-    OptionError,
-    UnknownLayerError,
-)
-from hookstore.format import CRC_BYTES, DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, RUN_FILE, DType, is_shard_key
-from hookstore.manifest import SCHEMA, read_coded_manifest
+from hookstore.errors import CorruptRunError, MissingCaptureError, OptionError, UnknownLayerError
+from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, KINDS, LAYERS_DIR, DType, is_shard_key
+from hookstore.manifest import SCHEMA, ManifestReader
+from hookstore.metadata import read_array, read_description
 from hookstore.shards import Chunk, ShardReader
 
 
@@ -59,47 +51,7 @@ def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001  # hookstore.open, 
         If its ``run.json`` or its manifest is damaged.
     """
     run_path = os.path.abspath(os.fspath(path))
-    return Run(run_path, _read_description(run_path))
-
-
-def _read_description(run_path: str) -> dict[str, Any]:
-    file_path = os.path.join(run_path, RUN_FILE)
-    try:
-        with builtins.open(file_path, "rb") as file:
-            description = json.loads(file.read())
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotARunError(f"{run_path} is no hookstore run: {_what_is_there(run_path)}", path=run_path) from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise CorruptRunError(f"{file_path} is no valid JSON: {error}", path=file_path) from error
-    if not isinstance(description, dict) or description.get("format") != "hookstore":
-        raise NotARunError(f"{run_path} is no hookstore run: its {RUN_FILE} was written by something else", path=run_path)
-    version = description.get("format_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CorruptRunError(f"{file_path} has format_version {version!r}, expected a whole number from 1 on", path=file_path)
-    if version > FORMAT_VERSION:
-        raise FormatVersionError(
-            f"{run_path} has format version {version}, this hookstore reads up to {FORMAT_VERSION}; update hookstore to open it",
-            found=version,
-            supported=FORMAT_VERSION,
-        )
-    layers = description.get("layers")
-    if not isinstance(layers, list) or not all(
-        isinstance(layer, dict) and isinstance(layer.get("name"), str) and isinstance(layer.get("aliases", []), list) for layer in layers
-    ):
-        raise CorruptRunError(f"{file_path} lists no layers", path=file_path)
-    return description
-
-
-def _what_is_there(run_path: str) -> str:
-    if not os.path.exists(run_path):
-        return "it does not exist"
-    if not os.path.isdir(run_path):
-        return "it is a file"
-    entries = sorted(os.listdir(run_path))
-    inside = [entry for entry in entries if os.path.exists(os.path.join(run_path, entry, RUN_FILE))]
-    if inside:
-        return f"it has no {RUN_FILE}, but holds runs: {', '.join(inside[:5])}"
-    return f"it has no {RUN_FILE}; it holds {', '.join(entries[:5]) + (' …' if len(entries) > 5 else '') if entries else 'nothing'}"
+    return Run(run_path, read_description(run_path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +98,8 @@ class Run:
         self.path = path
         self.description = description
         self._reader = ShardReader(os.path.join(path, LAYERS_DIR))
-        self._rows = read_coded_manifest(path)
+        self._manifest_reader = ManifestReader(path)
+        self._rows = self._manifest_reader.read()
         self._layouts: dict[str, tuple[tuple[int, ...], str | None, str]] = {}
         self._indexes: dict[tuple[str, str], RowIndex] = {}
 
@@ -367,10 +320,8 @@ class Run:
         """Return the chunk shape, the compressor and the torch dtype of the row's array, from its metadata."""
         array = row["array"]
         if array not in self._layouts:
-            parts = array.split("/")
-            if len(parts) != 2 or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
-                raise CorruptRunError(f"{self.path}: the manifest has array {array!r} for {_place(row)}", path=self.path)
-            self._layouts[array] = _read_layout(os.path.join(self.path, LAYERS_DIR, array, "zarr.json"))
+            spec = read_array(self.path, array).spec
+            self._layouts[array] = spec.chunk_shape, spec.codec, spec.dtype
         return self._layouts[array]
 
     def close(self) -> None:
@@ -389,25 +340,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<hookstore.Run {self.path!r}: {len(self.layers)} layers, {self._captured.num_rows:,} captures>"
-
-
-def _read_layout(path: str) -> tuple[tuple[int, ...], str | None, str]:
-    """Return the shape of one capture, the compressor and the torch dtype from an array's ``zarr.json``."""
-    try:
-        with builtins.open(path, "rb") as file:
-            metadata = json.loads(file.read())
-        sharding = next(codec for codec in metadata["codecs"] if codec["name"] == "sharding_indexed")["configuration"]
-        leading = 3 if metadata["dimension_names"][2:3] == ["call"] else 2
-        chunk_shape = tuple(int(size) for size in sharding["chunk_shape"])[leading:]
-        codecs = [codec for codec in sharding["codecs"] if codec["name"] not in ("bytes", "crc32c")]
-        stored = str(metadata["attributes"]["torch_dtype"])
-    except FileNotFoundError:
-        raise CorruptRunError(f"{path} is missing, but the manifest has captures in that array", path=path) from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration, OSError) as error:
-        raise CorruptRunError(f"{path} is no array metadata of this format: {error!r}", path=path) from error
-    if any(size < 0 for size in chunk_shape) or math.prod(chunk_shape) >= 2**47:
-        raise CorruptRunError(f"{path} has chunks of shape {chunk_shape}, which cannot be", path=path)
-    return chunk_shape, json.dumps(codecs[0], sort_keys=True) if codecs else None, stored
 
 
 def _summary(layer: str, kind: str, rows: pa.Table) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def test_version_is_one():
 
 FLOW = (
     *("errors", "format", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks"),
-    *("codecs", "files", "shards", "manifest", "arrays", "writer", "recorder", "samples", "captures", "run", "bench", "cli", "demo"),
+    *("codecs", "files", "lock", "metadata", "shards", "manifest", "arrays", "writer", "recorder", "samples", "captures", "run", "bench", "cli", "demo"),
 )
 
 
@@ -121,7 +121,7 @@ def imports_of(module):
 def test_imports_follow_the_flow_of_data(module):
     allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
     if module in ("samples", "captures", "run"):  # the reading side
-        allowed &= {"errors", "format", "codecs", "files", "shards", "manifest", "samples", "captures"}
+        allowed &= {"errors", "format", "codecs", "files", "lock", "metadata", "shards", "manifest", "samples", "captures"}
     assert imports_of(module) <= allowed
     assert set(FLOW) == {path.stem for path in (ROOT / "hookstore").glob("*.py")} - {"__init__"}
 
