@@ -20,6 +20,7 @@ from hookstore.errors import (
     RecorderBusyError,
     RecorderClosedError,
     RunExistsError,
+    RunLockedError,
     SelectionError,
     UnknownLayerError,
     UnsupportedModelError,
@@ -28,6 +29,7 @@ from hookstore.errors import (
 if TYPE_CHECKING:
     from hookstore.captures import Captures, LayerRun
     from hookstore.recorder import Progress, Recorder, record
+    from hookstore.recovery import RecoveryReport, recover
     from hookstore.run import Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
 
@@ -48,9 +50,11 @@ __all__ = [
     "Recorder",
     "RecorderBusyError",
     "RecorderClosedError",
+    "RecoveryReport",
     "Run",
     "RunExistsError",
     "RunInfo",
+    "RunLockedError",
     "Samples",
     "SelectionError",
     "UnknownLayerError",
@@ -58,10 +62,12 @@ __all__ = [
     "__version__",
     "open",
     "record",
+    "recover",
 ]
 
 _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
+    **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
     **dict.fromkeys(("Captures", "LayerRun"), "hookstore.captures"),
     **dict.fromkeys(("Run", "RunInfo", "open"), "hookstore.run"),

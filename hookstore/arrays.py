@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
@@ -27,8 +28,9 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
-from hookstore.files import replace_all, sync_directory, system, write_atomically, write_new
+from hookstore.files import read_small, replace_all, sync_directory, system, write_atomically, write_new
 from hookstore.format import DTYPES, MAKING_PREFIX, ArraySpec, escape
+from hookstore.metadata import StoredArray
 
 if TYPE_CHECKING:
     from zarr.core.common import ZarrFormat
@@ -153,6 +155,10 @@ class ArrayStore:
         The ``layers`` directory, which exists.
     num_epochs : int or None
         Epochs of the run, where known.
+    stored : iterable of StoredArray
+        Arrays that are there already.
+    seen : dict
+        For each of these, by path, how many epochs, batches and calls its captures need.
 
     Attributes
     ----------
@@ -160,13 +166,51 @@ class ArrayStore:
         Files and directories that are new since the caller last synced and cleared it.
     """
 
-    def __init__(self, layers_path: str, num_epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        layers_path: str,
+        num_epochs: int | None = None,
+        *,
+        stored: Iterable[StoredArray] = (),
+        seen: Mapping[str, tuple[int, int, int]] | None = None,
+    ) -> None:
         self._layers_path = layers_path
         self._num_epochs = num_epochs
         self._layers: dict[str, _LayerState] = {}
         self.unsynced: set[str] = set()
         self._num_made = 0
-        self._write_new(layers_path, _group_metadata({}))
+        self._write_group(layers_path, {})
+        by_layer: dict[str, list[StoredArray]] = {}
+        for array in stored:
+            by_layer.setdefault(array.spec.layer, []).append(array)
+        for name, arrays in by_layer.items():
+            self._take_up(name, arrays, seen or {})
+        self.grow()
+
+    def _take_up(self, name: str, arrays: Sequence[StoredArray], seen: Mapping[str, tuple[int, int, int]]) -> None:
+        """Go on with a layer's arrays that are there."""
+        directory = os.path.join(self._layers_path, escape(name))
+        self._write_group(directory, {"layer": name})
+        extents = [max((array.extents[axis] for array in arrays if axis < len(array.extents)), default=0) for axis in range(3)]
+        layer = self._layers[name] = _LayerState(directory, extents, list(extents))
+        for array in arrays:
+            layer.arrays[array.spec.name] = array.spec
+            layer.seen = [max(sizes) for sizes in zip(layer.seen, seen.get(array.spec.path, (0, 0, 0)), strict=True)]
+            if layer.num_samples is None:
+                layer.num_samples = array.num_samples
+        layer.wanted = [max(sizes) for sizes in zip(layer.wanted, layer.seen, strict=True)]
+        if any(list(array.extents) != extents[: len(array.extents)] for array in arrays):  # a writer died while it published them
+            layer.extents = []
+
+    def _write_group(self, directory: str, attributes: dict[str, Any]) -> None:
+        """Make sure that a group is there as it should be: consolidated metadata that a user had written would hide what comes."""
+        wanted = _group_metadata(attributes)
+        try:
+            if read_small(os.path.join(directory, "zarr.json"), len(wanted)) == wanted:
+                return
+        except OSError:
+            pass
+        self._write_new(directory, wanted)
 
     def directory(self, spec: ArraySpec) -> str:
         """Return the directory of an array."""
@@ -187,7 +231,7 @@ class ArrayStore:
         layer = self._layers.get(spec.layer)
         if layer is None:
             directory = os.path.join(self._layers_path, escape(spec.layer))
-            self._write_new(directory, _group_metadata({"layer": spec.layer}))
+            self._write_group(directory, {"layer": spec.layer})
             extents = [max(self._num_epochs or 0, last[0] + 1), _ahead(last[1] + 1, epoch_batches or 0), _ahead(last[2] + 1, 0)]
             layer = self._layers[spec.layer] = _LayerState(directory, extents, list(extents))
         seen, wanted = layer.seen, layer.wanted

@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 import tempfile
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import IO, Any
@@ -26,6 +27,13 @@ _MAX_OPEN_FILES = 512
 _EMPTY_WRITES = 8
 _SINK_BYTES = 4 << 20
 _RECORDS_PER_PIECE = 256  # what a shard keeps in memory of each kind of record before it goes to the spool
+_ROW_BYTES = (
+    1024  # that a capture takes beside its chunk: a row in the journal, one in its shard, one in a part, and what of it waits in the spool
+)
+_SHARD_BYTES = 16 << 10  # that a shard takes beside its chunks, rows and index: rounding up to pages, and its array's metadata
+_FIXED_BYTES = 256 << 10  # run.json, groups, and a journal that is just being begun
+_LEAST_FREE_BYTES = 64 << 20  # of the file system, which others use too
+_LOOK_S = 0.5
 _SYNC_WHOLE_ABOVE = 64  # files: from there on one call for the whole file system is faster than one for each
 
 
@@ -172,6 +180,14 @@ class DirectWriter:
                 raise
         self.is_direct = False
         return system.open(path, flags)
+
+    def sync(self, path: str) -> None:
+        """Return when the file's bytes are on the device."""
+        try:
+            system.data_sync(self.descriptor(path))
+        except OSError as error:
+            error.filename = path
+            raise
 
     def forget(self, path: str) -> None:
         """Close a shard's descriptor."""
@@ -330,6 +346,12 @@ def replace_all(contents: dict[str, bytes], file_system: str) -> None:
     sync_paths({os.path.dirname(path) for path in contents}, file_system)
 
 
+def leads_outside(directory: str, path: str) -> bool:
+    """Say whether a path below a directory leads out of it, over a symbolic link."""
+    inside = os.path.realpath(directory)
+    return os.path.commonpath([inside, os.path.realpath(path)]) != inside
+
+
 def read_small(path: str, most_bytes: int) -> bytes:
     """Read a whole file that may be anything: no more than a regular file of a bounded size is read.
 
@@ -353,6 +375,83 @@ def read_small(path: str, most_bytes: int) -> bytes:
         if status.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, more than the {most_bytes:,} that such a file can have", path)
         return file.read(most_bytes + 1)
+
+
+class DiskBudgetSpent(Exception):  # noqa: N818  # caught by the sink, which stops recording
+    """There is no more room on the disk that a recording may take; the text says why."""
+
+
+class DiskBudget:
+    """What a recording may still write. Guarded by the stager's lock, but for `look`.
+
+    What is staged is counted at once, by what it can take on the disk at most, and put right when it has been written.
+
+    Parameters
+    ----------
+    run_path : str
+        The run, of which what is there counts.
+    max_bytes : int
+        What its directory may hold.
+    """
+
+    def __init__(self, run_path: str, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._run_path = run_path
+        self._committed_bytes = _FIXED_BYTES + _size_of(run_path)
+        self._free_bytes: int | None = None
+        self._looked_at = 0.0
+        self._shards: set[tuple[str, tuple[int, ...]]] = set()
+
+    def take(self, num_bytes: int, num_captures: int, array: str, shard: tuple[int, ...], num_entries: int) -> int:
+        """Commit room for captures, and return how many bytes that is.
+
+        Parameters
+        ----------
+        num_bytes : int
+            Bytes of their chunks.
+        num_captures : int
+            How many.
+        array, shard
+            Where they go; a shard that is new takes its index.
+        num_entries : int
+            Entries of that index.
+
+        Raises
+        ------
+        DiskBudgetSpent
+            If there is no room for them.
+        """
+        wanted = num_bytes + num_captures * _ROW_BYTES
+        is_new = (array, shard) not in self._shards
+        tail_bytes = 16 * num_entries + _SHARD_BYTES if is_new else 0
+        if self._committed_bytes + wanted + tail_bytes > self.max_bytes:
+            raise DiskBudgetSpent(f"the run would take more than max_bytes={self.max_bytes:,}")
+        self._look()
+        if self._free_bytes is not None and wanted + tail_bytes > self._free_bytes:
+            raise DiskBudgetSpent(f"the file system of {self._run_path} is almost full")
+        self._shards.add((array, shard))
+        self._committed_bytes += wanted + tail_bytes
+        return wanted
+
+    def settle(self, taken: int, num_bytes: int, num_captures: int) -> None:
+        """Put right what was taken: the captures have been written, and took so many bytes."""
+        self._committed_bytes += num_bytes + num_captures * _ROW_BYTES - taken
+
+    def _look(self) -> None:
+        """Ask the file system now and then."""
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_S and hasattr(os, "statvfs"):
+            self._looked_at = now
+            try:
+                status = os.statvfs(self._run_path)
+            except OSError:
+                return
+            self._free_bytes = status.f_bavail * status.f_frsize - _LEAST_FREE_BYTES
+
+
+def _size_of(directory: str) -> int:
+    """Return the bytes of all files below a directory."""
+    return sum(os.lstat(os.path.join(place, name)).st_size for place, _, names in os.walk(directory) for name in names)
 
 
 class Sink:

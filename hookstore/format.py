@@ -153,7 +153,9 @@ def parse_shard_key(key: str, num_dims: int) -> tuple[int, ...]:
 def is_array_path(text: str) -> bool:
     """Say whether ``text`` can be the path of an array below ``layers/``, and so is safe to use as a path."""
     parts = text.split("/")
-    return len(parts) == 2 and not any(part in ("", ".", "..") or "\\" in part or "\0" in part or len(part) > COMPONENT_BYTES for part in parts)
+    return len(parts) == 2 and not any(
+        part in ("", ".", "..") or "\\" in part or "\0" in part or len(part) > COMPONENT_BYTES for part in parts
+    )
 
 
 def unsealed_name(shard: str) -> str:

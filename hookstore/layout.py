@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -154,9 +155,13 @@ class ArrayCatalog:
         Rank of this process.
     codec : dict
         For each dtype the codec of its arrays as canonical JSON, or ``None``.
+    stored : iterable of ArraySpec
+        Arrays that the run has already; captures that fit go on there, with the codec that such an array has.
     """
 
-    def __init__(self, *, every: int, num_epochs: int | None, rank: int, codec: dict[str, str | None]) -> None:
+    def __init__(
+        self, *, every: int, num_epochs: int | None, rank: int, codec: dict[str, str | None], stored: Iterable[ArraySpec] = ()
+    ) -> None:
         self._every = every
         self._num_epochs = num_epochs
         self._rank = rank
@@ -164,6 +169,12 @@ class ArrayCatalog:
         self._lock = threading.Lock()
         self._by_shape: dict[tuple[object, ...], Array] = {}
         self._by_group: dict[tuple[str, str, str, str, bool], list[Array]] = {}
+        for spec in stored:
+            if spec.rank == rank:
+                siblings = self._by_group.setdefault((spec.layer, spec.kind, spec.leaf, spec.phase, spec.calls), [])
+                # The first capture's array has the plain name; the names of the others say in what they differ from it.
+                plain = array_name(spec.kind, leaf=spec.leaf, phase=spec.phase, calls=spec.calls, rank=rank)
+                siblings.insert(0 if spec.name == plain else len(siblings), Array(spec))
 
     def find(
         self, layer: str, kind: str, leaf: str, dtype: str, phase: str, shape: tuple[int, ...], *, calls: bool, epoch_batches: int | None

@@ -12,10 +12,10 @@ Process start times: proc(5), ``/proc/PID/stat``, field 22. Boot: ``/proc/sys/ke
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import socket
-import sys
 import time
 import uuid
 import weakref
@@ -26,10 +26,9 @@ from hookstore.errors import RunLockedError
 from hookstore.files import read_small, system, write_new
 from hookstore.format import JOURNAL_DIR, LOCK_FILE
 
-try:
-    import fcntl
-except ImportError:  # Windows: whether the process lives has to do
-    fcntl = None  # type: ignore[assignment]
+fcntl: Any = None  # Windows has none: whether the process lives has to do
+with contextlib.suppress(ImportError):
+    fcntl = importlib.import_module("fcntl")
 
 RENEW_S = 5.0
 STALE_S = 60.0  # a holder on another machine that has not renewed its lock for that long is taken for dead
@@ -122,7 +121,7 @@ def _namespace() -> str:
 
 def _start_of(pid: int) -> str:
     """Return when a process started, or "" if there is none (a zombie is none)."""
-    if sys.platform == "linux":
+    if os.path.exists("/proc/self/stat"):
         stat = _first_line(f"/proc/{pid}/stat")
         fields_after_name = stat.rpartition(")")[2].split()
         return "" if len(fields_after_name) < 20 or fields_after_name[0] in "ZX" else fields_after_name[19]

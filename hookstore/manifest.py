@@ -279,6 +279,57 @@ def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
         return list(reader)
 
 
+def stream_to_table(stream: bytes, path: str) -> pa.Table:
+    """Read the rows that a shard carries, checked.
+
+    Raises
+    ------
+    CorruptRunError
+        If they make no sense.
+    """
+    try:
+        return _checked(pa.Table.from_batches(stream_to_rows(stream), schema=SCHEMA)) if stream else SCHEMA.empty_table()
+    except _NONSENSE as error:
+        raise CorruptRunError(f"shard {path} carries rows that no writer of this format wrote: {error}", path=path) from error
+
+
+class RowGroups:
+    """Finds manifest rows by array and shard.
+
+    Parameters
+    ----------
+    rows : pyarrow.Table
+        In `SCHEMA` or `CODED_SCHEMA`.
+    """
+
+    def __init__(self, rows: pa.Table) -> None:
+        self._groups: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+        if not rows.num_rows:
+            return
+        codes, texts = zip(*(self._codes(rows[name]) for name in ("array", "shard")), strict=True)
+        together = codes[0].astype(np.int64) << 32 | codes[1]
+        order = np.argsort(together, kind="stable")
+        bounds = np.flatnonzero(np.diff(together[order])) + 1
+        for positions in np.split(order, bounds):
+            where = int(together[positions[0]])
+            self._groups[texts[0][where >> 32], texts[1][where & 0xFFFF_FFFF]] = positions
+
+    @staticmethod
+    def _codes(column: pa.ChunkedArray) -> tuple[np.ndarray[Any, Any], list[str]]:
+        coded = column.combine_chunks()
+        if not pa.types.is_dictionary(coded.type):
+            coded = coded.dictionary_encode()
+        return np.asarray(coded.indices), coded.dictionary.to_pylist()
+
+    def of(self, array: str, shard: str) -> np.ndarray[Any, Any]:
+        """Return the positions of a shard's rows, in their order."""
+        return self._groups.get((array, shard), np.empty(0, dtype=np.int64))
+
+    def items(self) -> Iterable[tuple[tuple[str, str], np.ndarray[Any, Any]]]:
+        """Return array, shard and positions; rows without bytes are under two empty texts."""
+        return self._groups.items()
+
+
 class RowLog:
     """Rows that are kept until their segment becomes a part. Small batches cost many times what is in them, so they are made one as they gather."""
 
@@ -563,7 +614,7 @@ class ManifestReader:
                 path,
                 f"journal segment {path} is damaged at byte {', '.join(map(str, segment.damaged))}: the captures acknowledged there are missing",
             )
-        return len(contents), _coded(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
+        return len(contents), code_rows(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
 
     def _read_parts(self) -> dict[_Key, pa.Table]:
         found: dict[_Key, pa.Table] = {}
@@ -611,7 +662,7 @@ def load_segment(path: str) -> tuple[bytes, Segment]:
         raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
 
 
-def _coded(rows: pa.Table) -> pa.Table:
+def code_rows(rows: pa.Table) -> pa.Table:
     """Turn the text columns into dictionaries."""
     columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in rows.columns]
     return pa.Table.from_arrays(columns, names=rows.schema.names).cast(CODED_SCHEMA)

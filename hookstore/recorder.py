@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,13 +23,29 @@ from torch import nn
 from hookstore import __version__
 from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
-from hookstore.errors import CaptureWarning, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
-from hookstore.files import sync_directory, system, write_atomically
-from hookstore.format import DTYPES, FORMAT_VERSION, JOURNAL_DIR, KINDS, LAYERS_DIR, MANIFEST_DIR, PAGE_BYTES, RUN_FILE, align, escape
+from hookstore.errors import CaptureWarning, NotARunError, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
+from hookstore.files import DiskBudget, sync_directory, system, write_atomically
+from hookstore.format import (
+    DTYPES,
+    FORMAT_VERSION,
+    JOURNAL_DIR,
+    KINDS,
+    LAYERS_DIR,
+    MANIFEST_DIR,
+    PAGE_BYTES,
+    RUN_FILE,
+    WRITING_SUFFIX,
+    align,
+    escape,
+)
 from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
+from hookstore.lock import RunLock
+from hookstore.metadata import read_description
+from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Batches, Budget, Clock, Placed, Schedule, When
 from hookstore.selection import Layer, LayerPattern, select_layers
+from hookstore.signals import FlushOnSigterm
 from hookstore.sink import TORCH_DTYPES, Sink
 from hookstore.staging import Stager
 from hookstore.writer import Writer
@@ -87,6 +104,8 @@ def record(
     on_full: str = "block",
     on_error: str = "raise",
     max_slowdown: float | None = None,
+    max_bytes: int | None = None,
+    on_sigterm: str | None = None,
 ) -> Recorder:
     """Record a model's activations and gradients into a new run while it trains.
 
@@ -115,8 +134,10 @@ def record(
         Cast floating-point captures to this dtype, which must be floating-point too.
     codec : None, "zstd", "lz4" or dict
         Compressor; a dict is Zarr v3 codec metadata. Encoding runs in threads of its own.
-    mode : "x"
-        Create a run; refuse a directory that holds anything.
+    mode : "x" or "a"
+        ``"x"`` creates a run and refuses a directory that holds anything. ``"a"`` goes on with the run that is there, whether it was closed or killed, or
+        creates it: what a dead writer left is recovered first, and captures at an epoch and batch that the run has already are kept beside the
+        earlier ones as another *attempt*. Arrays that are there keep their codec.
     buffer_bytes : int
         Size of the staging buffer, the bound on host memory (default 1 GiB).
     on_full : "block" or "drop"
@@ -126,6 +147,11 @@ def record(
     max_slowdown : float, optional
         Leave out whole batches where recording them would make training slower by more than this share: 0.05 is 5 %. What counts is the time of the hooks
         on the threads that train, waiting for the disk included, over the time of the training without it; each batch left out is a manifest row.
+    max_bytes : int, optional
+        Stop recording, with a warning and a manifest row, before the run's directory holds more than so many bytes, or the file system is full.
+    on_sigterm : None or "flush"
+        What SIGTERM does. By default nothing of ours: what was acknowledged survives. ``"flush"`` makes durable everything captured before the signal, while
+        training goes on, and then calls the handler that was there before, or ends the process as the signal would have.
 
     Returns
     -------
@@ -137,14 +163,16 @@ def record(
     OptionError
         For an argument that cannot be used (a ``ValueError``); `SelectionError` for layers that match nothing.
     RunExistsError
-        If the directory holds something.
+        If the directory holds something, or, with ``mode="a"``, something that is no run.
+    RunLockedError
+        If another process, or another recorder, writes to the run.
     UnsupportedModelError
         If hooks cannot follow the model.
     """
     _check_model(model)
     wanted = _check_kinds(kinds)
     schedule = Schedule.build(every=every, epochs=epochs, batches=batches, phases=phases)
-    _check_choice("mode", mode, ("x",))
+    _check_choice("mode", mode, ("x", "a"))
     _check_choice("on_full", on_full, ("block", "drop"))
     _check_choice("on_error", on_error, ("raise", "disable"))
     if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < _LEAST_BUFFER_BYTES:
@@ -153,6 +181,10 @@ def record(
         raise OptionError(f"dtype: expected a floating-point torch.dtype such as torch.float16, got {dtype!r}", option="dtype")
     if max_slowdown is not None:
         _check_share("max_slowdown", max_slowdown)
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+        raise OptionError(f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}", option="max_bytes")
+    if on_sigterm is not None:
+        _check_choice("on_sigterm", on_sigterm, ("flush",))
     codecs = {name: codec_metadata(codec, name) for name in DTYPES}
     selected = select_layers(model, layers)
     description = {
@@ -163,7 +195,9 @@ def record(
         "max_slowdown": max_slowdown,
         "codec": None if codecs["float32"] is None else json.loads(codecs["float32"]),
     }
-    run_path = _create_run(path, model, selected, description)
+    run_path = os.path.abspath(os.fspath(path))
+    begin = _resume_run if mode == "a" and _holds_something(run_path) else _create_run
+    lock, leftover = begin(run_path, model, selected, description)
     try:
         return Recorder(
             model,
@@ -177,9 +211,15 @@ def record(
             drop_when_full=on_full == "drop",
             disable_on_failure=on_error == "disable",
             budget=None if max_slowdown is None else Budget(float(max_slowdown)),
+            disk=None if max_bytes is None else DiskBudget(run_path, max_bytes),
+            flush_on_sigterm=on_sigterm == "flush",
+            lock=lock,
+            leftover=leftover,
         )
     except BaseException:
-        shutil.rmtree(run_path, ignore_errors=True)  # what could not begin must not stand in the way of the next try
+        close_lock(run_path, lock)
+        if begin is _create_run:
+            shutil.rmtree(run_path, ignore_errors=True)  # what could not begin must not stand in the way of the next try
         raise
 
 
@@ -206,8 +246,13 @@ class Recorder:
         drop_when_full: bool,
         disable_on_failure: bool,
         budget: Budget | None,
+        disk: DiskBudget | None,
+        flush_on_sigterm: bool,
+        lock: RunLock,
+        leftover: Leftover,
     ) -> None:
         self.path = path
+        self._pid = os.getpid()
         self._disable_on_failure = disable_on_failure
         self._is_closed = False
         root = weakref.ref(model)
@@ -217,7 +262,9 @@ class Recorder:
             return "train" if module is None or module.training else "eval"
 
         self._clock = Clock(schedule, phase, budget)
-        catalog = ArrayCatalog(every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs)
+        catalog = ArrayCatalog(
+            every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs, stored=[array.spec for array in leftover.arrays]
+        )
         pinned = any(parameter.is_cuda for parameter in model.parameters())
         self._stager = Stager(
             allocate_host(buffer_bytes, pinned=pinned),
@@ -226,12 +273,22 @@ class Recorder:
             drop_when_full=drop_when_full,
             encode=self._encode,
             is_untouched=not pinned,
+            disk=disk,
         )
-        self._writer = Writer(path, self._stager, num_epochs=schedule.num_epochs, epoch_batches=lambda: self._clock.epoch_batches)
+        self._writer = Writer(
+            path,
+            self._stager,
+            num_epochs=schedule.num_epochs,
+            epoch_batches=lambda: self._clock.epoch_batches,
+            lock=lock,
+            leftover=leftover,
+            under_way=lambda: (self._clock.under_way, self._clock.step),
+        )
         self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure)
         self._hooks = ModelHooks(model, layers, kinds, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
+        self._sigterm = FlushOnSigterm(self._flush_before_death) if flush_on_sigterm else None
         self._writer.start()
         self._hooks.update()
         _ACTIVE.add(self)
@@ -323,6 +380,14 @@ class Recorder:
             return
         self._stager.check_not_staging("close()")
         self._is_closed = True
+        if os.getpid() != self._pid:  # a forked child: the run is its parent's
+            self._hooks.remove()
+            return
+        if self._sigterm is not None:
+            self._sigterm.remove()
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._sink.mark_partial(f"{type(error).__name__} ended the recording in this batch; captures of it may be missing")
         was_active = self._sink.is_active
         self._hooks.remove()
         _ACTIVE.discard(self)
@@ -337,6 +402,12 @@ class Recorder:
                 )
             return
         self._warn_about_silent_layers()
+
+    def _flush_before_death(self, dies: bool) -> None:  # noqa: FBT001
+        """Make everything durable because of SIGTERM."""
+        if dies:
+            self._sink.mark_partial("SIGTERM ended the process in this batch; captures of it may be missing")
+        self._writer.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -423,38 +494,86 @@ def _check_model(model: nn.Module) -> None:
 # The run's directory ----------------------------------------------------------------------------------------------
 
 
-def _create_run(path: str | os.PathLike[str], model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> str:
+def _holds_something(run_path: str) -> bool:
+    """Say whether a directory holds more than what a process leaves that dies while it makes a run."""
+    try:
+        names = set(os.listdir(run_path))
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+    return RUN_FILE in names or not names <= {JOURNAL_DIR, LAYERS_DIR, MANIFEST_DIR, f".{RUN_FILE}{WRITING_SUFFIX}"}
+
+
+def _create_run(run_path: str, model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
     """Make the run's directories and ``run.json``."""
-    run_path = os.path.abspath(os.fspath(path))
     os.makedirs(os.path.dirname(run_path), exist_ok=True)
-    try:
+    with contextlib.suppress(FileExistsError):
         system.mkdir(run_path)
-    except FileExistsError:
-        if not os.path.isdir(run_path) or os.listdir(run_path):
-            raise RunExistsError(
-                f"{run_path} exists already{'' if os.path.isdir(run_path) else ' and is no directory'}; record into a new directory, or delete it first",
-                path=run_path,
-            ) from None
+    if not os.path.isdir(run_path) or _holds_something(run_path):
+        raise RunExistsError(
+            f"{run_path} exists already{'' if os.path.isdir(run_path) else ' and is no directory'}; record into a new directory, delete it first, "
+            "or go on with it by mode='a'",
+            path=run_path,
+        )
+    lock = open_lock(run_path)
     try:
-        system.mkdir(os.path.join(run_path, JOURNAL_DIR))  # of two processes that found the directory empty, one gets further
-    except FileExistsError:
-        raise RunExistsError(f"another process has begun to record into {run_path}", path=run_path) from None
-    for name in (LAYERS_DIR, MANIFEST_DIR):
-        system.mkdir(os.path.join(run_path, name))
-    contents = {
-        "format": "hookstore",
-        "format_version": FORMAT_VERSION,
+        if _holds_something(run_path):
+            raise RunExistsError(f"another process has begun to record into {run_path}", path=run_path)
+        for name in (LAYERS_DIR, MANIFEST_DIR):
+            with contextlib.suppress(FileExistsError):
+                system.mkdir(os.path.join(run_path, name))
+        attempt = _attempt(0, model, description)
+        contents = {
+            "format": "hookstore",
+            "format_version": FORMAT_VERSION,
+            "created": attempt["created"],
+            "model": attempt["model"],
+            "layers": [_describe_layer(layer) for layer in layers],
+            "recorded": description,
+            "environment": attempt["environment"],
+            "attempts": [attempt],
+        }
+        write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
+        sync_directory(os.path.dirname(run_path))
+    except BaseException:
+        close_lock(run_path, lock)
+        raise
+    return lock, Leftover(0, [], {}, [])
+
+
+def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
+    """Take a run up again: recover what a dead writer left, and add this attempt to ``run.json``."""
+    try:
+        read_description(run_path)
+    except NotARunError as error:
+        raise RunExistsError(f"{error}; mode='a' goes on with a run, or creates one in an empty directory", path=run_path) from None
+    lock = open_lock(run_path)
+    try:
+        contents = read_description(run_path)
+        report = RecoveryReport(run_path)
+        leftover = take_up(run_path, report, thorough=False)
+        for problem in report.problems:
+            warnings.warn(f"taking up {run_path}: {problem}", CaptureWarning, stacklevel=4)
+        known = {layer["name"] for layer in contents["layers"]}
+        contents["layers"] += [_describe_layer(layer) for layer in layers if layer.name not in known]
+        attempts = contents.get("attempts")
+        contents["attempts"] = [*(attempts if isinstance(attempts, list) else []), _attempt(leftover.attempt, model, description)]
+        for name in (LAYERS_DIR, MANIFEST_DIR):
+            os.makedirs(os.path.join(run_path, name), exist_ok=True)
+        write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
+    except BaseException:
+        close_lock(run_path, lock)
+        raise
+    return lock, leftover
+
+
+def _attempt(number: int, model: nn.Module, description: dict[str, Any]) -> dict[str, Any]:
+    """Describe one recording of the run."""
+    return {
+        "attempt": number,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
-        "layers": [
-            {
-                "name": layer.name,
-                "path": f"{LAYERS_DIR}/{escape(layer.name)}",
-                "module": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
-                "aliases": list(layer.aliases),
-            }
-            for layer in layers
-        ],
         "recorded": description,
         "environment": {
             "hookstore": __version__,
@@ -463,6 +582,12 @@ def _create_run(path: str | os.PathLike[str], model: nn.Module, layers: list[Lay
             "platform": platform.platform(),
         },
     }
-    write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
-    sync_directory(os.path.dirname(run_path))
-    return run_path
+
+
+def _describe_layer(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "path": f"{LAYERS_DIR}/{escape(layer.name)}",
+        "module": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
+        "aliases": list(layer.aliases),
+    }

@@ -200,6 +200,11 @@ class Clock:
         where = self._position.where
         return where is None or (not self._position.is_skipped and self._schedule.wants(*where))
 
+    @property
+    def under_way(self) -> list[Coordinates]:
+        """Batches that stand where the clock does, and of which a layer has been called."""
+        return [here for here in list(self._position.resolved.values()) if here is not None and here.calls]
+
     def here(self) -> Coordinates | None:
         """Return where a forward that begins now is filed, or ``None`` if it is not recorded."""
         phase = self._phase()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import shutil
 import struct
 import threading
 import weakref
@@ -41,11 +40,14 @@ from hookstore.format import (
     TRAILER_MAGIC,
     ArraySpec,
     align,
+    cloning_name,
     unsealed_name,
 )
 
 _ENTRY = struct.Struct("<QQQ")
 _ENTRY_DTYPE = np.dtype([("entry", "<u8"), ("offset", "<u8"), ("length", "<u8")])
+
+_CHECK_BYTES = 8 << 20
 
 # Writing ----------------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,23 @@ def chunk_checksums(memory: memoryview, spec: ArraySpec, slots: np.ndarray[Any, 
     return np.array([crc32c(memory[start : start + length]) for start in starts], dtype="<u4")
 
 
+class Adopted(NamedTuple):
+    """What is known of an unsealed shard that a dead writer left.
+
+    Attributes
+    ----------
+    entries, offsets, lengths : numpy.ndarray
+        Of its chunks, int64; of several with one entry the last counts.
+    rows : bytes
+        Their manifest rows as an Arrow IPC stream.
+    """
+
+    entries: np.ndarray[Any, Any]
+    offsets: np.ndarray[Any, Any]
+    lengths: np.ndarray[Any, Any]
+    rows: bytes
+
+
 class ShardWriter:
     """One shard that is not sealed yet; used by one thread.
 
@@ -101,19 +120,24 @@ class ShardWriter:
         Coordinates of the shard.
     files : ShardFiles
         What the shards of a run share.
+    adopted : Adopted or None
+        What is known of a file that a dead writer left under the hidden name. Without it there is no such file; where there is a sealed shard, the writer goes
+        on with a clone of it.
     """
 
-    def __init__(self, directory: str, spec: ArraySpec, shard: tuple[int, ...], files: ShardFiles) -> None:
+    def __init__(self, directory: str, spec: ArraySpec, shard: tuple[int, ...], files: ShardFiles, adopted: Adopted | None = None) -> None:
         self.spec = spec
         self.shard = shard
         self.key = spec.shard_key(shard)
         self.path = os.path.join(directory, unsealed_name(self.key))
         self.sealed_path = os.path.join(directory, self.key)
-        self.earlier_rows = b""
+        self.num_bytes = 0  # of the file so far
         self._files = files
-        self._end = 0
         self._entries = SpooledRecords(files.spool, _ENTRY_DTYPE)
-        if os.path.exists(self.sealed_path):
+        self._earlier_rows = (0, 0)  # where they are in the spool
+        if adopted is not None:
+            self._adopt(adopted)
+        elif os.path.exists(self.sealed_path):
             self._take_up_sealed()
 
     @property
@@ -125,10 +149,30 @@ class ShardWriter:
 
     def _take_up_sealed(self) -> None:
         """Go on with a clone of the sealed shard: a plain reader that holds the old index must go on finding its chunks where they were."""
-        shutil.copyfile(self.sealed_path, self.path)
-        index, self.earlier_rows = read_sealed(self.path, self.spec.num_entries)
+        clone_file(self.sealed_path, os.path.join(os.path.dirname(self.path), cloning_name(self.key)), self.path)
+        index, rows = read_sealed(self.path, self.spec.num_entries)
+        self._keep_rows(rows)
         entries = np.flatnonzero(index[:, 1] != MISSING)
         self._note(entries, index[entries, 0], index[entries, 1], align(os.path.getsize(self.path), PAGE_BYTES))
+
+    def _adopt(self, adopted: Adopted) -> None:
+        """Go on where a dead writer stopped, behind all that it wrote."""
+        self._keep_rows(adopted.rows)
+        end = max([os.path.getsize(self.path), *(adopted.offsets + adopted.lengths).tolist()])
+        self._note(adopted.entries, adopted.offsets, adopted.lengths, align(end, PAGE_BYTES))
+
+    def _keep_rows(self, rows: bytes) -> None:
+        self._earlier_rows = (self._files.spool.write(rows), len(rows))
+
+    def take_earlier_rows(self) -> bytes:
+        """Return the rows, as an Arrow IPC stream, of chunks that were in the shard before this writer, once."""
+        start, length = self._earlier_rows
+        if not length:
+            return b""
+        rows = self._files.spool.read(start, length)
+        self._files.spool.release(start, length)
+        self._earlier_rows = (0, 0)
+        return rows
 
     def append_region(
         self, memory: memoryview, slots: np.ndarray[Any, Any], entries: np.ndarray[Any, Any], crcs: np.ndarray[Any, Any]
@@ -156,7 +200,7 @@ class ShardWriter:
         tails[slots, :CRC_BYTES] = crcs.astype("<u4").view(np.uint8).reshape(-1, CRC_BYTES)
         tails[:, CRC_BYTES:] = 0
         bytes_of[used:] = 0
-        offset = self._end
+        offset = self.num_bytes
         self._files.writer.write(self.path, memory[:padded], offset)
         offsets = offset + slots.astype(np.int64) * stride
         self._note(entries, offsets, length + CRC_BYTES, offset + padded)
@@ -177,10 +221,10 @@ class ShardWriter:
         length = self.spec.chunk_bytes
         end = align(self.spec.stride_bytes, PAGE_BYTES)
         memory[length:end] = crc.to_bytes(CRC_BYTES, "little") + bytes(end - length - CRC_BYTES)
-        offset = self._end
+        offset = self.num_bytes
         self._files.writer.write(self.path, memory[:end], offset)
         self._entries.append_bytes(_ENTRY.pack(entry, offset, length + CRC_BYTES))
-        self._end = offset + end
+        self.num_bytes = offset + end
         return offset
 
     def append_encoded(self, chunks: Iterable[bytes], entries: npt.ArrayLike) -> tuple[list[int], list[int], list[int]]:
@@ -192,7 +236,7 @@ class ShardWriter:
             Of each chunk; the length includes the checksum.
         """
         sink = self._files.sink
-        sink.begin(self.path, self._end)
+        sink.begin(self.path, self.num_bytes)
         offsets, lengths, crcs = [], [], []
         for chunk in chunks:
             sink.pad(CHUNK_ALIGNMENT_BYTES)
@@ -207,8 +251,8 @@ class ShardWriter:
 
     def reserve(self, num_bytes: int) -> int:
         """Set room aside for a chunk that comes in pieces, its checksum included, and return its offset."""
-        offset = self._end
-        self._end = align(offset + num_bytes + CRC_BYTES, PAGE_BYTES)
+        offset = self.num_bytes
+        self.num_bytes = align(offset + num_bytes + CRC_BYTES, PAGE_BYTES)
         return offset
 
     def write_piece(self, memory: memoryview, offset: int) -> None:
@@ -217,13 +261,13 @@ class ShardWriter:
 
     def finish_pieces(self, entry: int, offset: int, num_bytes: int) -> None:
         """Note that a chunk for which room was reserved is all there."""
-        self._note([entry], [offset], [num_bytes + CRC_BYTES], self._end)
+        self._note([entry], [offset], [num_bytes + CRC_BYTES], self.num_bytes)
 
     def _note(self, entries: npt.ArrayLike, offsets: npt.ArrayLike, lengths: npt.ArrayLike, end: int) -> None:
         noted = np.empty(np.size(entries), dtype=_ENTRY_DTYPE)
         noted["entry"], noted["offset"], noted["length"] = entries, offsets, lengths
         self._entries.append(noted)
-        self._end = end
+        self.num_bytes = end
 
     def finish(self, rows: bytes) -> None:
         """Write what comes after the chunks: rows, trailer, index. Nothing can be appended any more, and `publish` is next.
@@ -238,9 +282,9 @@ class ShardWriter:
         noted = self._entries.read()
         index[noted["entry"], 0], index[noted["entry"], 1] = noted["offset"], noted["length"]
         self._entries.clear()
-        trailer = struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self._end, len(rows), crc32c(rows))
+        trailer = struct.pack(TRAILER_FORMAT, TRAILER_MAGIC, self.num_bytes, len(rows), crc32c(rows))
         sink = self._files.sink
-        sink.begin(self.path, self._end)
+        sink.begin(self.path, self.num_bytes)
         sink.add(rows)
         tail_bytes = len(trailer) + index.nbytes + CRC_BYTES
         sink.add(bytes(-(sink.position + tail_bytes) % PAGE_BYTES))  # so that the index ends with a page, and the file with the index
@@ -248,12 +292,35 @@ class ShardWriter:
         index_bytes = memoryview(index.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # an ndarray is a buffer
         sink.add(index_bytes)
         sink.add(crc32c(index_bytes).to_bytes(CRC_BYTES, "little"))
-        self._end = sink.finish()
+        self.num_bytes = sink.finish()
 
     def give_key(self) -> None:
         """Give the finished shard, whose bytes are on the device, its Zarr key."""
         system.replace(self.path, self.sealed_path)
         self._files.writer.forget(self.path)
+
+
+def clone_file(source: str, temporary: str, target: str) -> None:
+    """Make a copy of a file that appears under its name when all of it is there.
+
+    Parameters
+    ----------
+    source, temporary, target : str
+        Paths in one directory.
+    """
+    reading = os.open(source, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        writing = system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            system.copy(reading, writing, os.fstat(reading).st_size)
+        except OSError as error:
+            error.filename = temporary
+            raise
+        finally:
+            system.close(writing)
+    finally:
+        os.close(reading)
+    system.replace(temporary, target)
 
 
 def publish(shards: Sequence[ShardWriter], file_system: str) -> None:
@@ -307,6 +374,51 @@ def read_sealed(path: str, num_entries: int) -> tuple[np.ndarray[Any, Any], byte
     if crc32c(rows) != crc:
         raise CorruptRunError(f"shard {path}: the checksum of its manifest rows does not match", path=path)
     return np.frombuffer(tail[:-CRC_BYTES], dtype="<u8").reshape(num_entries, 2), rows
+
+
+def check_chunks(
+    path: str, offsets: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], crcs: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Say which chunks of a shard are as their rows say: the bytes are there, and match the checksum of the row and the one behind them.
+
+    Reads the file front to back, in large pieces.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    offsets, lengths, crcs : numpy.ndarray
+        Where each chunk is, and the crc32c of its bytes but the last four.
+
+    Raises
+    ------
+    OSError
+        From the operating system.
+    """
+    is_right = np.zeros(len(offsets), dtype=bool)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        size = os.fstat(descriptor).st_size
+        window = memoryview(mmap.mmap(-1, _CHECK_BYTES))
+        start = end = 0  # of what is in the window
+        for position in np.argsort(offsets, kind="stable").tolist():
+            offset, length = int(offsets[position]), int(lengths[position])
+            if offset < 0 or length <= CRC_BYTES or offset > size or length > size - offset:
+                continue
+            at, left, crc = offset, length - CRC_BYTES, 0
+            while left:
+                if not start <= at < end or (end - at < left and end - at < _CHECK_BYTES // 2):
+                    start, end = at, at + os.preadv(descriptor, [window], at)
+                    if end == start:
+                        break
+                count = min(left, end - at)
+                crc = crc32c(window[at - start : at - start + count], crc)
+                at, left = at + count, left - count
+            behind = os.pread(descriptor, CRC_BYTES, at) if end - at < CRC_BYTES else window[at - start : at - start + CRC_BYTES]
+            is_right[position] = not left and crc == int(crcs[position]) == int.from_bytes(behind, "little")
+    finally:
+        os.close(descriptor)
+    return is_right
 
 
 class Chunk(NamedTuple):

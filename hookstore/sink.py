@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from hookstore.errors import CaptureWarning, RecorderClosedError
+from hookstore.files import DiskBudgetSpent
 from hookstore.format import DTYPES
 from hookstore.layout import Array, Call, Capture
 from hookstore.schedule import Clock, Coordinates
@@ -110,13 +112,28 @@ class Sink:
         """Raise what went wrong in the training loop, or end capturing with a warning if that is what was asked for."""
         if not self.is_active and isinstance(error, RecorderClosedError):
             return  # close() has overtaken this capture
+        where = capture.coordinates
+        if isinstance(error, DiskBudgetSpent):
+            self._stop(where, str(error))
+            return
         if error is not self._stager.failure or not self._disable_on_failure:
             raise error
-        where = capture.coordinates
         self.is_active = False
         warnings.warn(
             f"hookstore stopped capturing at {capture.kind} of layer {capture.layer!r}, epoch {where.epoch}, batch {where.batch}: "
             f"the writer failed with {type(error).__name__}: {error}",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
+    def _stop(self, where: Coordinates, reason: str) -> None:
+        """End capturing because there is no more room on the disk that it may take."""
+        if not self.is_active:
+            return  # another thread did
+        self.is_active = False
+        self._stager.note(self._of_batch(where, "stopped", reason))
+        warnings.warn(
+            f"recording stopped in epoch {where.epoch}, batch {where.batch}: {reason}; training goes on without",
             CaptureWarning,
             stacklevel=2,
         )
@@ -140,7 +157,7 @@ class Sink:
         if not self.is_active or budget is None:
             return
         reason = f"recording it would have gone over max_slowdown={budget.max_slowdown}"
-        capture = Capture("", "", "", "", coordinates, 0, 0, self.clock.step, (), time.time_ns() // 1000, status="skipped", reason=reason)
+        capture = self._of_batch(coordinates, "skipped", reason)
         try:
             self._stager.note(capture)
         except BaseException as error:
@@ -151,6 +168,18 @@ class Sink:
                 CaptureWarning,
                 stacklevel=2,
             )
+
+    def mark_partial(self, reason: str) -> None:
+        """Mark the batches that are under way as cut short; says nothing where the writer has failed."""
+        if self.is_active:
+            with contextlib.suppress(BaseException):
+                for here in self.clock.under_way:
+                    self._stager.note(self._of_batch(here, "partial", reason))
+
+    def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Capture:
+        """Make what stands for a whole batch in the manifest."""
+        now = time.time_ns() // 1000
+        return Capture("", "", "", "", coordinates, 0, 0, self.clock.step, (), now, status=status, reason=reason)
 
     def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "") -> None:
         """Note that a value, or one leaf of it, could not be captured."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small
 from hookstore.errors import CaptureWarning, RecorderBusyError
+from hookstore.files import DiskBudget, DiskBudgetSpent
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
 from hookstore.layout import Array, ArrayCatalog, Call, Capture
 
@@ -73,6 +74,8 @@ class Region:
         True shapes of the slots whose capture is smaller than the chunk.
     transfers : list of Transfer
         Copies to wait for.
+    disk_bytes, written_bytes : int
+        What was set aside for it on the disk, and what the writer has written of it.
     closed, queued : bool
         Whether it takes no more captures, and whether the writer has it.
     """
@@ -82,6 +85,7 @@ class Region:
         "batches",
         "calls",
         "closed",
+        "disk_bytes",
         "epochs",
         "holes",
         "is_untouched",
@@ -96,6 +100,7 @@ class Region:
         "shapes",
         "shard",
         "transfers",
+        "written_bytes",
     )
 
     def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int, *, is_untouched: bool) -> None:
@@ -107,6 +112,8 @@ class Region:
         self.num_slots = num_bytes // (array.stride_bytes + NOTE.size)
         self.notes_offset = offset + self.num_slots * array.stride_bytes
         self.is_untouched = is_untouched
+        self.disk_bytes = 0
+        self.written_bytes = 0
         self.reserved = 0
         self.pending: dict[int, int] = {}
         self.holes: set[int] = set()
@@ -173,6 +180,45 @@ class Piece:
         return self.start + self.length == self.oversize.num_bytes
 
 
+class _Room:
+    """A condition of the lock that an interrupt (Ctrl-C) cannot leave in disorder: whoever has waited holds the lock again, whatever is raised.
+
+    `threading.Condition` takes an ordinary lock back in a way that an interrupt can break off, and gives it away before it is ready to.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._waiters: deque[Any] = deque()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Give the lock, which is held once, away until `notify_all`, or for so long; say whether that came."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        held = (1, threading.get_ident())
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            self._lock._release_save()
+            return waiter.acquire(timeout=timeout_s)
+        finally:
+            while True:
+                try:
+                    if not self._lock._is_owned():
+                        self._lock._acquire_restore(held)
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
+                    break
+                except KeyboardInterrupt as error:
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
+
+    def notify_all(self) -> None:
+        """Wake everyone who waits."""
+        while self._waiters:
+            self._waiters.popleft().release()
+
+
 class Stager:
     """Takes tensors from hooks, on any thread, and hands filled regions to the writer.
 
@@ -192,6 +238,8 @@ class Stager:
         Whether the system still has to back the arena with memory. That takes a tenth of a nanosecond a byte on some hosts and two on others, such as virtual
         machines whose own memory is given to them on first use: longer than writing it to a disk. So part of the arena lies fallow until waiting for
         the writer has taken a few times longer than a copy to new memory would have.
+    disk : DiskBudget or None
+        What may still be written.
     """
 
     def __init__(
@@ -203,7 +251,9 @@ class Stager:
         drop_when_full: bool = False,
         encode: Callable[[Array, memoryview], bytes] | None = None,
         is_untouched: bool = False,
+        disk: DiskBudget | None = None,
     ) -> None:
+        self.disk = disk
         self.arena_bytes = arena.numel()
         self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
         self.queue: SimpleQueue[Any] = SimpleQueue()
@@ -221,8 +271,8 @@ class Stager:
         self._touched_bytes = 0 if is_untouched else self.arena_bytes
         self._touch_s_per_byte = _USUAL_TOUCH_S_PER_BYTE
         self._free = FreeList(min(self.arena_bytes, _FIRST_BYTES) if is_untouched else self.arena_bytes, PAGE_BYTES)
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
+        self._lock = threading.RLock()  # so that a signal handler may ask for the progress
+        self._room = _Room(self._lock)
         self._waiting: deque[object] = deque()
         self._num_arrays = 0  # that have had a region
         self._open: dict[
@@ -577,6 +627,14 @@ class Stager:
 
     def _make_region(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int) -> Region:
         region = Region(array, shard, offset, num_bytes, is_untouched=offset + num_bytes > self._touched_bytes)
+        if self.disk is not None:
+            try:
+                region.disk_bytes = self.disk.take(
+                    region.num_slots * array.stride_bytes, region.num_slots, array.path, shard, array.spec.num_entries
+                )
+            except DiskBudgetSpent:
+                self._free.give_back(offset, num_bytes)
+                raise
         self._touched_bytes = max(self._touched_bytes, offset + num_bytes)
         self._outstanding[region] = None
         self._open[region] = None
@@ -608,6 +666,9 @@ class Stager:
             encoded = self._encode(array, memoryview(chunk.cpu().view(torch.uint8).numpy()))  # type: ignore[arg-type]
             chunk = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         num_bytes = chunk.numel() * chunk.element_size()
+        if self.disk is not None:
+            with self._lock:
+                self.disk.take(align(num_bytes + CRC_BYTES, PAGE_BYTES), 1, array.path, shard, array.spec.num_entries)
         flat = chunk.view(torch.uint8)
         oversize = Oversize(capture, shard, num_bytes)
         longest = min(_PIECE_BYTES, max(PAGE_BYTES, self.arena_bytes // 2 // PAGE_BYTES * PAGE_BYTES))
@@ -654,6 +715,8 @@ class Stager:
         with self._lock:
             self._free.give_back(staged.offset, staged.num_bytes)
             self._outstanding.pop(staged, None)
+            if self.disk is not None and isinstance(staged, Region):
+                self.disk.settle(staged.disk_bytes, staged.written_bytes, staged.num_captures)
             self._room.notify_all()
 
     def close_regions(self, *, older_than_s: float = 0.0) -> None:

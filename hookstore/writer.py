@@ -32,7 +32,10 @@ from hookstore.errors import RecorderClosedError
 from hookstore.files import sync_directory, sync_paths, system
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, Row
 from hookstore.layout import Array, Capture
+from hookstore.lock import RunLock
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
+from hookstore.recovery import Leftover, Unsealed, partial_block
+from hookstore.schedule import Coordinates
 from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums, publish
 from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager
 
@@ -184,6 +187,12 @@ class Writer:
         Rank of this process.
     num_encoders : int
         Encoder threads.
+    lock : RunLock or None
+        The lock on the run; the writer keeps it fresh, and lets it go when it ends.
+    leftover : Leftover or None
+        What the run holds from before.
+    under_way : callable
+        Gives the batches that are being recorded and not complete, and the optimizer steps done.
     """
 
     def __init__(
@@ -194,8 +203,10 @@ class Writer:
         num_epochs: int | None,
         epoch_batches: Callable[[], int | None],
         rank: int = 0,
-        attempt: int = 0,
         num_encoders: int = 2,
+        lock: RunLock | None = None,
+        leftover: Leftover | None = None,
+        under_way: Callable[[], tuple[Sequence[Coordinates], int]] = lambda: ((), 0),
     ) -> None:
         self.acknowledged_bytes = 0
         self.num_acknowledged = 0
@@ -204,9 +215,12 @@ class Writer:
         self._stager = stager
         self._epoch_batches = epoch_batches
         self._rank = rank
-        self._attempt = attempt
-        self._arrays = ArrayStore(os.path.join(run_path, LAYERS_DIR), num_epochs)
-        self._manifest = ManifestWriter(run_path, rank, attempt)
+        self._lock = lock
+        self._under_way = under_way
+        before = leftover or Leftover(0, [], {}, [])
+        self._attempt = before.attempt
+        self._arrays = ArrayStore(os.path.join(run_path, LAYERS_DIR), num_epochs, stored=before.arrays, seen=before.seen)
+        self._manifest = ManifestWriter(run_path, rank, before.attempt)
         self._files = ShardFiles(os.path.join(run_path, JOURNAL_DIR))
         self._shards: dict[str, dict[tuple[int, ...], ShardWriter]] = {}
         self._dirty: dict[str, ShardWriter] = {}
@@ -222,6 +236,8 @@ class Writer:
         self._is_finished = False
         self._main = threading.main_thread()
         self._rows_of: dict[ShardWriter, ShardRows] = {}
+        for unsealed in before.unsealed:
+            self._adopt(unsealed)
         self._thread = threading.Thread(target=self._run, name="hookstore-writer", daemon=False)  # else it inherits that from who starts it
 
     # What the recorder calls --------------------------------------------------------------------------------------
@@ -267,6 +283,12 @@ class Writer:
         if self._stager.failure is not None:
             raise self._stager.failure
 
+    def _adopt(self, unsealed: Unsealed) -> None:
+        """Make a shard that a dead writer left one of this writer's own, the one used longest ago."""
+        shard = unsealed.adopt(os.path.join(self._run_path, LAYERS_DIR), self._files)
+        self._shards.setdefault(unsealed.spec.path, {})[unsealed.shard] = shard
+        self._rows_of[shard] = ShardRows(self._files.spool)
+
     # The thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -285,6 +307,8 @@ class Writer:
             for request in self._requests:
                 request.done.set()
             self.encoder.stop()
+            if self._lock is not None:
+                self._lock.release()
 
     def _turn(self) -> None:
         """Do what has come, or what time asks for."""
@@ -302,8 +326,11 @@ class Writer:
             self._acknowledge()
         if now - self._swept_at >= _POLL_S or self._stopping:
             self._swept_at = now
+            if self._lock is not None:
+                self._lock.renew()
             if not self._stopping and not self._main.is_alive():
                 self._stopping = True  # the script has ended without close()
+                self._mark_under_way("the process ended without closing the recorder; captures of this batch may be missing")
             self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
         if self._requests or (self._needs_mark and now - self._synced_at > _SYNC_AGE_S) or self._manifest.is_segment_full:
             self._sync()
@@ -370,6 +397,7 @@ class Writer:
         shapes = {spec.chunk_shape: 0}
         for slot, shape in region.shapes.items():
             numbers["shape"][np.searchsorted(prepared.slots, slot)] = shapes.setdefault(shape, len(shapes))
+        region.written_bytes = int(numbers["length"].sum()) if prepared.chunks is not None else len(numbers) * spec.stride_bytes
         self._stager.release(region)
         block = RowBlock(
             phase=spec.phase,
@@ -519,6 +547,16 @@ class Writer:
                 self.acknowledged_bytes += shard.spec.chunk_bytes * len(block.numbers)
         self._blocks = []
 
+    def _mark_under_way(self, reason: str) -> None:
+        """Mark the batches that are under way as cut short."""
+        batches, step = self._under_way()
+        for where in batches:
+            now = time.time_ns() // 1000
+            block = partial_block(
+                (where.phase, where.epoch, where.batch), step=step, rank=self._rank, attempt=self._attempt, wall_time=now, reason=reason
+            )
+            self._note(block)
+
     def _sync(self) -> None:
         """Make durable what is written, mark it, and answer who waits for that."""
         self._acknowledge()
@@ -549,7 +587,7 @@ class Writer:
         self._arrays.grow()  # before the shards appear
         for shard in shards:
             rows = self._rows_of.pop(shard)
-            shard.finish(rows_to_stream(rows.batches, shard.earlier_rows))
+            shard.finish(rows_to_stream(rows.batches, shard.take_earlier_rows()))
             rows.clear()
             self._dirty.pop(shard.path, None)
         publish(shards, self._run_path)
@@ -563,6 +601,8 @@ class Writer:
         self._sync_files()
         self._manifest.finish_segment()
         self._answer()
+        if self._lock is not None:
+            self._lock.release()
         with contextlib.suppress(OSError):  # a network file system's own hidden file may lie there; all of ours are gone
             system.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)

@@ -95,8 +95,9 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks"),
-    *("codecs", "files", "lock", "metadata", "shards", "manifest", "arrays", "writer", "recorder", "samples", "captures", "run", "bench", "cli", "demo"),
+    *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks"),
+    *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
+    *("samples", "captures", "run", "bench", "cli", "demo"),
 )
 
 

@@ -357,8 +357,8 @@ def test_shapes_of_a_journal_with_nulls(copied):
     writer = manifest.ManifestWriter(os.fspath(copied), attempt=1)
     writer.append(batch)
     writer.close()
-    with pytest.raises(hookstore.CorruptRunError, match="there are nulls"):
-        hookstore.open(copied)
+    with pytest.warns(hookstore.CaptureWarning, match="there are nulls"):
+        hookstore.open(copied).close()
 
 
 @pytest.mark.parametrize(
