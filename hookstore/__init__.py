@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from hookstore.captures import Captures, LayerRun
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
-    from hookstore.run import Run, RunInfo, open  # noqa: A004
+    from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
+    from hookstore.verification import Fault, Verification, verify
 
 __version__ = "0.1.0"
 
@@ -40,12 +41,14 @@ __all__ = [
     "Captures",
     "ClockError",
     "CorruptRunError",
+    "Fault",
     "FormatVersionError",
     "HookstoreError",
     "LayerRun",
     "MissingCaptureError",
     "NotARunError",
     "OptionError",
+    "PartialBatch",
     "Progress",
     "Recorder",
     "RecorderBusyError",
@@ -59,18 +62,21 @@ __all__ = [
     "SelectionError",
     "UnknownLayerError",
     "UnsupportedModelError",
+    "Verification",
     "__version__",
     "open",
     "record",
     "recover",
+    "verify",
 ]
 
 _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("Fault", "Verification", "verify"), "hookstore.verification"),
     **dict.fromkeys(("Captures", "LayerRun"), "hookstore.captures"),
-    **dict.fromkeys(("Run", "RunInfo", "open"), "hookstore.run"),
+    **dict.fromkeys(("PartialBatch", "Run", "RunInfo", "open"), "hookstore.run"),
 }
 
 

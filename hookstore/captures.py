@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from hookstore.run import Run
 
-_COORDINATES = ("phase", "epoch", "batch", "call", "backward")
+_PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
+_COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
 _PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason")
 
 
@@ -90,6 +91,7 @@ class Captures:
         phase: str | None = None,
         leaf: str | None = None,
         backward: int | None = None,
+        attempt: int | None = None,
     ) -> np.ndarray[Any, Any]:
         """Read one tensor.
 
@@ -103,6 +105,8 @@ class Captures:
             Path inside a nested value, or the parameter's name; may be left out where there is one only.
         backward : int, optional
             Which backward over that forward; by default the last.
+        attempt : int, optional
+            Which recording of the run (0, and one more each time that it was taken up again); by default the latest that has this capture.
 
         Returns
         -------
@@ -117,7 +121,7 @@ class Captures:
         CorruptRunError
             If the bytes on disk do not match their checksum.
         """
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward)
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
         return self.run.read(self._index.place(position))
 
     def tensor(
@@ -129,11 +133,12 @@ class Captures:
         phase: str | None = None,
         leaf: str | None = None,
         backward: int | None = None,
+        attempt: int | None = None,
     ) -> torch.Tensor:
         """Read one tensor as a torch tensor of its own memory; every dtype is possible. See `get`."""
         import torch
 
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward)
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
         bits, dtype = self.run._read_bits(self._index.place(position))
         kind = getattr(torch, dtype.name, None)
         if kind is None:
@@ -151,13 +156,14 @@ class Captures:
         phase: str | None = None,
         leaf: str | None = None,
         backward: int | None = None,
+        attempt: int | None = None,
     ) -> dict[str, Any]:
         """Return the manifest row of one tensor; parameters and errors as in `get`."""
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward)
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
         row: dict[str, Any] = self._index.coded.slice(position, 1).to_pylist()[0]
         return row
 
-    def samples(self, *, phase: str | None = None, leaf: str | None = None, dims: int = 1) -> Samples:
+    def samples(self, *, phase: str | None = None, leaf: str | None = None, dims: int = 1, attempt: int | None = None) -> Samples:
         """Look at all captures as one long array, to gather rows from anywhere in it.
 
         Parameters
@@ -168,6 +174,8 @@ class Captures:
             Path inside a nested value, or the parameter's name; may be left out where there is one only.
         dims : int
             How many dimensions of each capture the long axis runs over: 1 for samples, 2 for samples × tokens, say.
+        attempt : int, optional
+            Only what this recording of the run has; by default what `get` gives.
 
         Returns
         -------
@@ -187,7 +195,7 @@ class Captures:
             raise OptionError(f"dims: expected a whole number from 1 on, got {dims!r}", option="dims")
         index = self._index
         phase = self._phase(phase)
-        leaves = index.leaves(index.captured(phase))
+        leaves = index.leaves(index.captured(phase, attempt))
         if leaf is None and len(leaves) > 1:
             raise MissingCaptureError(
                 f"{self._name} has several leaves: {', '.join(map(repr, leaves))}; name one, as in .samples(leaf={leaves[0]!r})",
@@ -200,20 +208,30 @@ class Captures:
             raise MissingCaptureError(
                 f"{self._name}{of_leaf} was not captured in phase {phase!r}; {there_is}", layer=self.layer, kind=self.kind
             )
-        return Samples(self, index.last_captured(phase, leaves[0] if leaf is None else leaf), dims)
+        return Samples(self, index.last_captured(phase, leaves[0] if leaf is None else leaf, attempt), dims)
 
     def _phase(self, phase: str | None) -> str:
         phases = self._index.phases
         return phase if phase is not None else "train" if "train" in phases or not phases else phases[0]
 
     def _position(
-        self, epoch: SupportsIndex, batch: SupportsIndex, call: SupportsIndex, *, phase: str | None, leaf: str | None, backward: int | None
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex,
+        *,
+        phase: str | None,
+        leaf: str | None,
+        backward: int | None,
+        attempt: int | None,
     ) -> int:
         """Return where the row of one tensor stands in the index."""
         where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
         index = self._index
         phase = self._phase(phase)
         positions = index.find(phase, **where)
+        if attempt is not None:
+            positions = index.only_attempt(positions, attempt)
         if positions.size:
             leaves = index.leaves(positions)
             if leaf is None and len(leaves) > 1:
@@ -228,7 +246,7 @@ class Captures:
             if backward is not None:
                 positions = index.only_backward(positions, backward)
         if positions.size:
-            captured = index.only_captured(positions)
+            captured = index.only_last_attempt(index.only_captured(positions))
             if captured.size > 1 and backward is None:
                 warnings.warn(
                     f"{self._describe(**where, phase=phase)} was captured {captured.size} times, by several backwards over one forward or because the clock "
@@ -246,19 +264,14 @@ class Captures:
                 status=row["status"],
                 **where,
             )
-        left_out = self.run._why_left_out(where["epoch"], where["batch"])
-        if left_out:
-            raise MissingCaptureError(
-                f"{self._describe(**where, phase=phase)} was skipped: {left_out}",
-                layer=self.layer,
-                kind=self.kind,
-                status="skipped",
-                **where,
-            )
+        status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
+        missing = f"was {status}: {why}" if status == "skipped" else "was not captured" + (f": {why}" if why else "")
+        there_is = "" if why else f"; {self._what_there_is(phase, where['epoch'])}"
         raise MissingCaptureError(
-            f"{self._describe(**where, phase=phase, leaf=leaf, backward=backward)} was not captured; {self._what_there_is(phase, where['epoch'])}",
+            f"{self._describe(**where, phase=phase, leaf=leaf, backward=backward, attempt=attempt)} {missing}{there_is}",
             layer=self.layer,
             kind=self.kind,
+            status=status,
             **where,
         )
 
@@ -284,10 +297,20 @@ class Captures:
     def _name(self) -> str:
         return f"{self.run.path}: {self.kind} of layer {self.layer!r}"
 
-    def _describe(self, *, epoch: int, batch: int, call: int, phase: str, leaf: str | None = None, backward: int | None = None) -> str:
+    def _describe(
+        self,
+        *,
+        epoch: int,
+        batch: int,
+        call: int,
+        phase: str,
+        leaf: str | None = None,
+        backward: int | None = None,
+        attempt: int | None = None,
+    ) -> str:
         extra = (
             f"{f', call {call}' if call else ''}{f', phase {phase}' if phase != 'train' else ''}{f', leaf {leaf!r}' if leaf else ''}"
-            f"{f', backward {backward}' if backward is not None else ''}"
+            f"{f', backward {backward}' if backward is not None else ''}{f', attempt {attempt}' if attempt is not None else ''}"
         )
         return f"{self._name} in epoch {epoch}, batch {batch}{extra}"
 
@@ -332,7 +355,7 @@ class RowIndex:
         # Of rows with equal coordinates the one captured last comes last: regions of different arrays reach the disk in another order.
         times = np.from_dlpack(self.coded["wall_time"].combine_chunks().view(pa.int64()))
         self._order = np.lexsort([times, *(self._columns[name] for name in reversed(_COORDINATES))])
-        self._sorted = {name: self._columns[name][self._order] for name in _COORDINATES[:-1]}
+        self._sorted = {name: self._columns[name][self._order] for name in _PLACE_IN_TRAINING}
 
     def _column(self, name: str) -> np.ndarray[Any, Any]:
         """Return a column as numbers; those of text count into the texts kept aside."""
@@ -378,20 +401,21 @@ class RowIndex:
         return self._texts[name].index(value) if value in self._texts[name] else -1
 
     def find(self, phase: str, *, epoch: int, batch: int, call: int) -> np.ndarray[Any, Any]:
-        """Return the positions of the rows at those coordinates, in order of backward and acknowledgement."""
+        """Return the positions of the rows at those coordinates, in order of attempt, backward and time."""
         low, high = 0, len(self._order)
         for name, value in (("phase", self._code("phase", phase)), ("epoch", epoch), ("batch", batch), ("call", call)):
             column = self._sorted[name][low:high]
             low, high = low + int(column.searchsorted(value, "left")), low + int(column.searchsorted(value, "right"))
         return self._order[low:high]
 
-    def captured(self, phase: str) -> np.ndarray[Any, Any]:
-        """Return the positions of the rows of a phase that have a tensor, in order of their coordinates."""
-        return self.only_captured(self._order[self._sorted["phase"] == self._code("phase", phase)])
+    def captured(self, phase: str, attempt: int | None = None) -> np.ndarray[Any, Any]:
+        """Return the positions of the rows of a phase (and attempt) that have a tensor, in order of their coordinates."""
+        positions = self.only_captured(self._order[self._sorted["phase"] == self._code("phase", phase)])
+        return positions if attempt is None else self.only_attempt(positions, attempt)
 
-    def last_captured(self, phase: str, leaf: str) -> np.ndarray[Any, Any]:
+    def last_captured(self, phase: str, leaf: str, attempt: int | None = None) -> np.ndarray[Any, Any]:
         """Of the captures of a phase and leaf return the last of each forward: its position, in order of epoch, batch and call."""
-        positions = self.only_leaf(self.captured(phase), leaf)
+        positions = self.only_leaf(self.captured(phase, attempt), leaf)
         forwards = np.stack([self._columns[name][positions] for name in ("epoch", "batch", "call")])
         is_last = np.ones(len(positions), dtype=bool)
         is_last[:-1] = (forwards[:, 1:] != forwards[:, :-1]).any(axis=0)
@@ -408,6 +432,14 @@ class RowIndex:
     def only_backward(self, positions: np.ndarray[Any, Any], backward: int) -> np.ndarray[Any, Any]:
         """Keep the positions of one backward."""
         return np.asarray(positions[self._columns["backward"][positions] == backward])
+
+    def only_attempt(self, positions: np.ndarray[Any, Any], attempt: int) -> np.ndarray[Any, Any]:
+        """Keep the positions of one attempt."""
+        return np.asarray(positions[self._columns["attempt"][positions] == attempt])
+
+    def only_last_attempt(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Keep the positions, which are in the order of `find`, of the latest attempt among them."""
+        return self.only_attempt(positions, self._columns["attempt"][positions[-1]]) if positions.size else positions
 
     def only_captured(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Keep the positions of rows that have a tensor."""

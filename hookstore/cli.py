@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import hookstore
@@ -19,6 +21,8 @@ from hookstore.errors import HookstoreError
 
 if TYPE_CHECKING:
     from hookstore.bench import Throughput
+
+_MOST_SHOWN = 50
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -73,6 +77,67 @@ def _print_info(held: hookstore.RunInfo, console: Console) -> None:
     gaps = {status: count for status, count in held.statuses.items() if status != "ok"}
     noted = f"; {', '.join(f'{count:,} {status}' for status, count in gaps.items())}" if gaps else ""
     console.print(f"{held.num_captures:,} captures, {held.nbytes:,} bytes{noted}")
+    if held.state == "unfinished":
+        console.print(
+            "the recording was killed: all that was acknowledged is here; `hookstore recover` makes it whole for plain Zarr readers"
+        )
+    for partial in held.partial_batches[:_MOST_SHOWN]:
+        console.print(f"cut short: {partial.phase} epoch {partial.epoch}, batch {partial.batch}: {escape(partial.reason)}", soft_wrap=True)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="directory of a run", show_default=False)],
+    threads: Annotated[int, typer.Option(min=0, help="shards to read at once; 0: as many as there are CPUs, 8 at most")] = 0,
+) -> None:
+    """Check every checksum of a run, and every manifest row against its shard; exits with 1 if anything is wrong."""
+    started = time.perf_counter()
+    with _errors_in_one_line(), _progress(in_bytes=True) as show:
+        found = hookstore.verify(run, progress=show, num_threads=threads or None)
+    took_s = time.perf_counter() - started
+    console = Console()
+    for fault in found.faults[:_MOST_SHOWN]:
+        console.print(f"[red]fault[/] {escape(str(fault))}", soft_wrap=True)
+    if found.num_faults > _MOST_SHOWN:
+        console.print(f"and {found.num_faults - _MOST_SHOWN:,} more")
+    rate = f"{found.num_bytes / 1e6 / took_s:,.0f} MB/s"
+    gaps = f", {found.num_gaps:,} gaps ({found.num_lost:,} lost)" if found.num_gaps else ""
+    console.print(
+        f"{found.num_captures:,} captures in {found.num_shards:,} shards{gaps}, {found.num_bytes:,} bytes read in {took_s:.1f} s ({rate})"
+    )
+    console.print("[green]sound[/]" if found.is_sound else f"[red]{found.num_faults:,} faults[/]")
+    if not found.is_sound:
+        raise typer.Exit(1)
+
+
+@app.command()
+def recover(run: Annotated[Path, typer.Argument(help="directory of a run that was killed", show_default=False)]) -> None:
+    """Finish a run whose recording was killed: seal its shards, complete its manifest. Nothing acknowledged is dropped."""
+    with _errors_in_one_line(), _progress(in_bytes=False) as show:
+        report = hookstore.recover(run, progress=show)
+    console = Console()
+    for problem in report.problems:
+        console.print(f"[yellow]found[/] {escape(problem)}", soft_wrap=True)
+    counts = (
+        (report.num_from_journal, "manifest rows from the journal"),
+        (report.num_from_shards, "manifest rows from shards that carried them"),
+        (report.num_sealed, "shards sealed"),
+        (report.num_lost, "captures marked as lost: they were acknowledged, and not yet durable when the machine stopped"),
+        (report.num_removed, "files removed that held nothing acknowledged"),
+    )
+    for count, what in counts:
+        if count:
+            console.print(f"{count:,} {what}")
+    console.print(f"{escape(report.path)} {'was finished already' if report.was_finished else 'is finished'}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _progress(*, in_bytes: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn() if in_bytes else MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 @app.command()

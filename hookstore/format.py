@@ -94,11 +94,11 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     (
         "kind",
         "string",
-        "`activation`, `gradient`, `input` or `parameter`; empty in a row that stands for a whole batch, left out for `max_slowdown`",
+        "`activation`, `gradient`, `input` or `parameter`; empty in a row that stands for a whole batch",
     ),
     ("leaf", "string", "path inside a nested value, or the parameter's name; empty for a plain tensor"),
     ("rank", "int32", "rank of the recording process"),
-    ("attempt", "int32", "how often the run had been taken up again"),
+    ("attempt", "int32", "which recording of the run: 0, and one more each time that it was taken up again"),
     ("array", "string", "path of the Zarr array below `layers/`; empty where the row has no bytes"),
     ("shape", "list<int64>", "true shape, without padding"),
     ("dtype", "string", "torch dtype of what is stored"),
@@ -109,9 +109,16 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("offset", "int64", "first byte of the chunk in the shard"),
     ("length", "int64", "bytes of the chunk in the shard, its crc32c included"),
     ("crc32c", "uint32", "checksum of the chunk's encoded bytes"),
-    ("status", "string", "`ok`, `dropped` (no room), `skipped` (not a tensor to store, or no time for the batch) or `lost`"),
+    (
+        "status",
+        "string",
+        "`ok`, `dropped` (no room), `skipped` (not a tensor to store, or no time for the batch) or `lost` (in a power failure); for a whole batch also "
+        "`partial` (cut short) and `stopped` (recording ended there, for `max_bytes`)",
+    ),
     ("reason", "string", "why the status is not `ok`"),
 )
+
+STATUSES = ("ok", "dropped", "skipped", "lost", "partial", "stopped")
 
 _SEGMENT_PATTERN = re.compile(r"r(\d+)-a(\d+)-(\d+)\.journal")
 _PART_PATTERN = re.compile(r"r(\d+)-a(\d+)-(\d+)-([0-9a-f]{8})\.parquet")

@@ -139,15 +139,23 @@ def lock_path(run_path: str) -> str:
     return os.path.join(run_path, JOURNAL_DIR, LOCK_FILE)
 
 
-def holder(run_path: str) -> Owner | None:
-    """Return who writes to a run now, as far as can be seen from here, or ``None``."""
+def holder(run_path: str, *, may_write: bool = False) -> Owner | None:
+    """Return who writes to a run now, as far as can be seen from here, or ``None``.
+
+    Parameters
+    ----------
+    run_path : str
+        The run.
+    may_write : bool
+        Whether a file may be made for a moment, to see the clock of the machine that has the disk.
+    """
     path = lock_path(run_path)
     owner = Owner.read(path)
     if owner is None:
         return None
     lives = owner.lives()
     if lives is None:
-        age_s = _age_s(path)
+        age_s = _age_s(path, may_write=may_write)
         lives = _is_flocked(path) or (age_s is not None and age_s < STALE_S)
     return owner if lives else None
 
@@ -183,7 +191,7 @@ class RunLock:
             for _ in range(3):
                 if self._link(own):
                     break
-                found = holder(self._run_path)
+                found = holder(self._run_path, may_write=True)
                 if found is not None:
                     raise self._refusal(found)
                 self._take_over(own)
@@ -219,7 +227,7 @@ class RunLock:
         try:
             os.link(own, aside)
         except FileExistsError:
-            age_s = _age_s(aside)
+            age_s = _age_s(aside, may_write=True)
             if age_s is None or age_s < STALE_S:
                 raise self._refusal(Owner.read(aside)) from None
             with contextlib.suppress(FileNotFoundError):
@@ -310,24 +318,23 @@ def _is_flocked(path: str) -> bool:
     return False
 
 
-def _age_s(path: str) -> float | None:
-    """Return how long ago a file was renewed by the clock of the machine that has the disk, or ``None`` if it is gone.
+def _age_s(path: str, *, may_write: bool) -> float | None:
+    """Return how long ago a file was renewed, or ``None`` if it is gone.
 
-    Clocks of machines differ, so that a file written now is looked at for the time.
+    By the clock of the machine that has the disk where a file may be written there to look at it, since clocks of machines differ.
     """
-    probe = f"{path}.{uuid.uuid4().hex}"
     try:
         renewed = os.stat(path).st_mtime
-    except OSError:
-        return None
-    try:
+        if not may_write:
+            return time.time() - renewed
+        probe = f"{path}.{uuid.uuid4().hex}"
         write_new(probe, b"")
         try:
             return os.stat(probe).st_mtime - renewed
         finally:
             system.unlink(probe)
-    except OSError:  # a run that can only be read
-        return time.time() - renewed
+    except OSError:
+        return None
 
 
 def _forget_in_child() -> None:

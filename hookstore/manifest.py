@@ -553,6 +553,8 @@ class ManifestReader:
     ----------
     run_path : str
         The run.
+    warns : bool
+        Whether to warn about what is left out.
 
     Attributes
     ----------
@@ -560,8 +562,9 @@ class ManifestReader:
         Parts and segments that are left out, wholly or in part, by path: what is wrong with each.
     """
 
-    def __init__(self, run_path: str) -> None:
+    def __init__(self, run_path: str, *, warns: bool = True) -> None:
         self.damaged: dict[str, str] = {}
+        self._warns = warns
         self._run_path = run_path
         self._parts: dict[str, pa.Table] = {}  # by file name: their contents never change
         self._segments: dict[str, tuple[int, pa.Table]] = {}  # with the bytes that were read
@@ -641,7 +644,7 @@ class ManifestReader:
             self._unwarned.append(problem)
 
     def _warn(self) -> None:
-        while self._unwarned:
+        while self._unwarned and self._warns:
             warnings.warn(f"{self._unwarned.pop(0)}; `hookstore recover` looks for them in the shards", CaptureWarning, stacklevel=5)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from hookstore.captures import LayerRun, RowIndex, ranges
 from hookstore.errors import CorruptRunError, MissingCaptureError, OptionError, UnknownLayerError
 from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, KINDS, LAYERS_DIR, DType, is_shard_key
+from hookstore.lock import holder
 from hookstore.manifest import SCHEMA, ManifestReader
 from hookstore.metadata import read_array, read_description
 from hookstore.shards import Chunk, ShardReader
@@ -29,7 +30,7 @@ from hookstore.shards import Chunk, ShardReader
 def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001  # hookstore.open, as zarr.open and gzip.open
     """Open a run for reading.
 
-    What is read is what had been acknowledged when the run was opened; open it again to see what a live run has captured since.
+    What is read is what had been acknowledged when the run was opened; `Run.refresh` shows what a live run has captured since.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ class RunInfo:
     path : str
         Directory of the run.
     state : str
-        ``"finished"``, or ``"unfinished"`` while it is recorded or after a kill.
+        ``"finished"``; ``"recording"`` while a process writes to it; ``"unfinished"`` when that has died.
     description : dict
         Contents of ``run.json``.
     num_captures, nbytes : int
@@ -72,6 +73,10 @@ class RunInfo:
         Manifest rows by status.
     groups : list of dict
         For each layer and kind: ``layer``, ``kind``, ``captures``, ``gaps``, ``shapes``, ``dtypes``, ``nbytes``, ``epochs``, ``phases``.
+    attempts : list of int
+        Recordings that the run was made in.
+    partial_batches : list of PartialBatch
+        Batches that were cut short.
     """
 
     path: str
@@ -81,6 +86,18 @@ class RunInfo:
     nbytes: int
     statuses: dict[str, int]
     groups: list[dict[str, Any]]
+    attempts: list[int]
+    partial_batches: list[PartialBatch]
+
+
+class PartialBatch(NamedTuple):
+    """A batch that was cut short; see `Run.partial_batches`."""
+
+    phase: str
+    epoch: int
+    batch: int
+    attempt: int
+    reason: str
 
 
 class Run:
@@ -201,23 +218,77 @@ class Run:
                     groups.append(_summary(layer, kind, rows))
         return RunInfo(
             path=self.path,
-            state="unfinished" if os.path.isdir(os.path.join(self.path, JOURNAL_DIR)) else "finished",
+            state=self._state,
             description=self.description,
             num_captures=captured.num_rows,
             nbytes=pc.sum(captured["nbytes"]).as_py() or 0,
             statuses=statuses,
             groups=groups,
+            attempts=self.attempts,
+            partial_batches=self.partial_batches,
         )
 
-    def _why_left_out(self, epoch: int, batch: int) -> str:
-        """Return the reason for which a whole batch was left out, or ""."""
-        return self._left_out.get((epoch, batch), "")
+    @property
+    def _state(self) -> str:
+        if not os.path.isdir(os.path.join(self.path, JOURNAL_DIR)):
+            return "finished"
+        return "unfinished" if holder(self.path) is None else "recording"
+
+    def _why_left_out(self, phase: str, epoch: int, batch: int) -> tuple[str | None, str]:
+        """Return status and reason where a whole batch was left out or cut short, or recording had stopped before it; else ``None`` and ""."""
+        later = None
+        for row in self._batch_rows:
+            if row["phase"] == phase and (row["epoch"], row["batch"]) == (epoch, batch):
+                return row["status"], row["reason"]
+            if row["status"] == "stopped" and (row["epoch"], row["batch"]) < (epoch, batch):
+                later = row
+        if later is None:
+            return None, ""
+        return "stopped", f"recording had stopped in epoch {later['epoch']}, batch {later['batch']}, since {later['reason']}"
 
     @cached_property
-    def _left_out(self) -> dict[tuple[int, int], str]:
-        """Why whole batches were left out, by epoch and batch."""
-        rows = self._rows_with(kind="").select(["epoch", "batch", "reason"]).to_pylist()
-        return {(row["epoch"], row["batch"]): row["reason"] for row in rows}
+    def _batch_rows(self) -> list[dict[str, Any]]:
+        """Rows that stand for whole batches."""
+        rows: list[dict[str, Any]] = self._rows_with(kind="").select(["phase", "epoch", "batch", "attempt", "status", "reason"]).to_pylist()
+        return rows
+
+    @property
+    def partial_batches(self) -> list[PartialBatch]:
+        """Batches of which captures may be missing, since an exception, a signal, a kill or the end of the process cut them short.
+
+        Those are left out that a later attempt has recorded again.
+        """
+        partial = []
+        for row in self._batch_rows:
+            if row["status"] in ("partial", "stopped"):
+                where = [pc.equal(self._captured[name], row[name]) for name in ("phase", "epoch", "batch")]
+                again = pc.and_(pc.and_(where[0], where[1]), pc.and_(where[2], pc.greater(self._captured["attempt"], row["attempt"])))
+                if not pc.any(again).as_py():
+                    partial.append(PartialBatch(row["phase"], row["epoch"], row["batch"], row["attempt"], row["reason"]))
+        return partial
+
+    @property
+    def attempts(self) -> list[int]:
+        """Numbers of the recordings that the run was made in: 0, and one more each time that it was taken up again."""
+        return sorted(pc.unique(self._rows["attempt"]).to_pylist())
+
+    def refresh(self) -> int:
+        """See what has been captured since the run was opened or refreshed last; returns how many manifest rows came.
+
+        Arrays that were read stay valid, and `Samples` stay what they were.
+
+        Raises
+        ------
+        CorruptRunError
+            As `open`.
+        """
+        before = self._rows.num_rows
+        self._rows = self._manifest_reader.read()
+        self.description = read_description(self.path)
+        self._indexes.clear()
+        for name in ("_manifest", "_captured", "_batch_rows"):
+            self.__dict__.pop(name, None)
+        return int(self._rows.num_rows - before)
 
     def _rows_with(self, **texts: str) -> pa.Table:
         """Return the rows that have these texts in these columns, still coded."""

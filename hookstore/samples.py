@@ -46,8 +46,9 @@ class Samples:
 
     def __init__(self, captures: Captures, positions: np.ndarray[Any, Any], dims: int) -> None:
         self._captures = captures
+        self._index = captures._index  # positions count into this one, also after the run was refreshed
         self._positions = positions
-        first = captures._index.place(int(positions[0]))
+        first = self._index.place(int(positions[0]))
         self.dtype, shape = captures.run._type_of(first)
         self._leading, rest = self._split(shape, dims)
         # Where each capture begins, and where the last one ends.
@@ -57,7 +58,7 @@ class Samples:
         self._rows_each = int(sizes[0]) if (sizes == sizes[0]).all() else 0  # where all captures have as many rows
         self._row_bytes = math.prod(rest) * self.dtype.itemsize
         # Which shard each capture is in. Of those whose chunk was checked, its first byte there (0 where it has to be decoded).
-        self._source_of = captures._index.sources(positions)
+        self._source_of = self._index.sources(positions)
         self._is_checked = np.zeros(len(positions), dtype=bool)
         self._offsets = np.zeros(len(positions), dtype=np.int64)
         self._sources: dict[int, _Source] = {}
@@ -70,8 +71,8 @@ class Samples:
                 f"{captures._name} has captures of shape {shape}, too few dimensions for dims={dims}; read them with .get()",
                 option="dims",
             )
-        is_other = captures._index.are_other(self._positions, len(shape))
-        sizes = captures._index.sizes(self._positions[~is_other], len(shape))
+        is_other = self._index.are_other(self._positions, len(shape))
+        sizes = self._index.sizes(self._positions[~is_other], len(shape))
         is_other[~is_other] = (sizes[:, dims:] != shape[dims:]).any(axis=1)
         if is_other.any():
             raise self._differ(np.flatnonzero(is_other), shape, dims)
@@ -86,7 +87,7 @@ class Samples:
         return leading, rest
 
     def _differ(self, others: np.ndarray[Any, Any], shape: tuple[int, ...], dims: int) -> OptionError:
-        index = self._captures._index
+        index = self._index
         shown = []
         for other in others[:5]:
             row = index.place(int(self._positions[other]))
@@ -147,7 +148,7 @@ class Samples:
         """
         row = int(self._resolve(operator.index(index)))
         capture = int(self._captures_of(np.array([row]))[0])
-        found = self._captures._index.place(int(self._positions[capture]))
+        found = self._index.place(int(self._positions[capture]))
         inside = np.unravel_index(row - int(self._starts[capture]), tuple(self._leading[capture].tolist()))
         return found["epoch"], found["batch"], found["call"], *map(int, inside)
 

@@ -97,7 +97,7 @@ def test_version_is_one():
 FLOW = (
     *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
-    *("samples", "captures", "run", "bench", "cli", "demo"),
+    *("samples", "captures", "run", "verification", "bench", "cli", "demo"),
 )
 
 
