@@ -66,7 +66,7 @@ _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
 _BATCHES_TOGETHER = 64
 _MOST_PIECE_BYTES = 1 << 30  # of a part or segment: no writer makes a tenth of that
-_Key = tuple[int, int, int]  # rank, attempt, index
+Key = tuple[int, int, int]  # of a segment or part: rank, attempt, index
 # What pyarrow and struct raise for bytes of any other kind.
 _NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
 
@@ -369,8 +369,8 @@ class ManifestWriter:
     """
 
     def __init__(self, run_path: str, rank: int = 0, attempt: int = 0) -> None:
+        self._run_path = run_path
         self._journal_path = os.path.join(run_path, JOURNAL_DIR)
-        self._manifest_path = os.path.join(run_path, MANIFEST_DIR)
         self._rank = rank
         self._attempt = attempt
         self._index = -1
@@ -401,9 +401,7 @@ class ManifestWriter:
         """Turn the segment into a Parquet part. The bytes of its rows must be durable."""
         if self._descriptor < 0:
             return
-        contents = encode_part(self._log.batches)
-        name = part_name(self._rank, self._attempt, self._index, crc32c(contents))
-        write_atomically(os.path.join(self._manifest_path, name), contents)
+        write_part(self._run_path, (self._rank, self._attempt, self._index), self._log.batches)
         self.close()
         system.unlink(self._segment_path())
         self._log = RowLog()
@@ -438,6 +436,22 @@ class ManifestWriter:
 def _frame_header(kind: int, payload: bytes) -> bytes:
     head = struct.pack("<II", len(payload), kind)
     return head + crc32c(payload, crc32c(head)).to_bytes(4, "little")
+
+
+def write_part(run_path: str, key: Key, batches: Sequence[pa.RecordBatch]) -> None:
+    """Write rows as a part, which is durable on return. Their bytes must be durable.
+
+    Parameters
+    ----------
+    run_path : str
+        The run.
+    key : tuple of int
+        Rank, attempt and index.
+    batches : sequence of pyarrow.RecordBatch
+        The rows.
+    """
+    contents = encode_part(batches)
+    write_atomically(os.path.join(run_path, MANIFEST_DIR, part_name(*key, crc32c(contents))), contents)
 
 
 def encode_part(batches: Sequence[pa.RecordBatch]) -> bytes:
@@ -589,8 +603,8 @@ class ManifestReader:
         ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
         return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
 
-    def _read_segments(self) -> dict[_Key, pa.Table]:
-        found: dict[_Key, pa.Table] = {}
+    def _read_segments(self) -> dict[Key, pa.Table]:
+        found: dict[Key, pa.Table] = {}
         known, self._segments = self._segments, {}
         directory = os.path.join(self._run_path, JOURNAL_DIR)
         for name in _listdir(directory):
@@ -619,8 +633,8 @@ class ManifestReader:
             )
         return len(contents), code_rows(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
 
-    def _read_parts(self) -> dict[_Key, pa.Table]:
-        found: dict[_Key, pa.Table] = {}
+    def _read_parts(self) -> dict[Key, pa.Table]:
+        found: dict[Key, pa.Table] = {}
         directory = os.path.join(self._run_path, MANIFEST_DIR)
         for name in _listdir(directory):
             parsed = parse_part_name(name)

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
-from crc32c import crc32c
 
 from hookstore.arrays import ArrayStore
 from hookstore.errors import CorruptRunError
-from hookstore.files import leads_outside, sync_directory, sync_paths, system, write_atomically
+from hookstore.files import leads_outside, sync_directory, sync_paths, system
 from hookstore.format import (
     DAMAGED_DIR,
     JOURNAL_DIR,
@@ -36,22 +35,22 @@ from hookstore.format import (
     parse_segment_name,
     parse_shard_key,
     parse_unsealed_name,
-    part_name,
     unsealed_name,
 )
 from hookstore.lock import STALE_S, RunLock
 from hookstore.manifest import (
     CODED_SCHEMA,
     SCHEMA,
+    Key,
     RowBlock,
     RowGroups,
     code_rows,
-    encode_part,
     load_part,
     load_segment,
     make_batch,
     rows_to_stream,
     stream_to_table,
+    write_part,
 )
 from hookstore.metadata import StoredArray, read_array, read_description
 from hookstore.shards import Adopted, ShardFiles, ShardWriter, check_chunks, clone_file, publish, read_sealed
@@ -239,8 +238,8 @@ class _TakeUp:
         self.sealed: dict[str, set[str]] = {}  # keys of shards by array
         self.hidden: dict[str, set[str]] = {}
         self.broken: dict[str, set[str]] = {}  # sealed, but without an index that can be read
-        self.pieces: dict[tuple[int, int, int], pa.Table] = {}  # of the manifest
-        self.used: set[tuple[int, int, int]] = set()  # names that must not be used again
+        self.pieces: dict[Key, pa.Table] = {}  # of the manifest
+        self.used: set[Key] = set()  # names that must not be used again
         self.is_manifest_whole = True
 
     def run(self, *, thorough: bool) -> Leftover:
@@ -302,7 +301,7 @@ class _TakeUp:
             if name == cloning_name(key) and is_shard_key(key):
                 self._remove(os.path.join(directory, name))
 
-    def _find_manifest(self) -> tuple[dict[tuple[int, int, int], str], list[str]]:
+    def _find_manifest(self) -> tuple[dict[Key, str], list[str]]:
         """Load the parts; return the journal's segments, and the parts that are damaged."""
         damaged = []
         directory = os.path.join(self.run_path, MANIFEST_DIR)
@@ -340,7 +339,7 @@ class _TakeUp:
 
     # The manifest -------------------------------------------------------------------------------------------------
 
-    def _finish_segments(self, segments: dict[tuple[int, int, int], str]) -> None:
+    def _finish_segments(self, segments: dict[Key, str]) -> None:
         """Turn segments into parts."""
         last = {key[:2]: key for key in sorted(segments)}
         for number, (key, path) in enumerate(sorted(segments.items())):
@@ -403,10 +402,8 @@ class _TakeUp:
         sealed = [os.path.join(directory, key)] if key in self.sealed[array] else []
         return sealed + ([os.path.join(directory, unsealed_name(key))] if key in self.hidden[array] else [])
 
-    def _write_part(self, key: tuple[int, int, int], rows: pa.Table) -> None:
-        contents = encode_part(rows.to_batches())
-        name = part_name(*key, crc32c(contents))
-        write_atomically(os.path.join(self.run_path, MANIFEST_DIR, name), contents)
+    def _write_part(self, key: Key, rows: pa.Table) -> None:
+        write_part(self.run_path, key, rows.to_batches())
         self.used.add(key)
         self.pieces[key] = code_rows(rows)
 

@@ -26,16 +26,20 @@ def test_public_names_are_pinned():
     assert sorted(hookstore.__all__) == hookstore.__all__ == dir(hookstore)
     assert set(hookstore.__all__) == {
         *errors.__all__,
-        "Captures",
-        "LayerRun",
-        "Progress",
-        "Recorder",
-        "Run",
-        "RunInfo",
-        "Samples",
-        "__version__",
-        "open",
-        "record",
+        *(
+            "Captures",
+            "Fault",
+            "LayerRun",
+            "PartialBatch",
+            "Progress",
+            "Recorder",
+            "RecoveryReport",
+            "Run",
+            "RunInfo",
+            "Samples",
+            "Verification",
+        ),
+        *("__version__", "open", "record", "recover", "verify"),
     }
     for name in hookstore.__all__:
         assert getattr(hookstore, name) is not None
@@ -61,11 +65,25 @@ def test_signatures_are_pinned():
         "on_full",
         "on_error",
         "max_slowdown",
+        "max_bytes",
+        "on_sigterm",
     ]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
     public = {
         hookstore.Recorder: {"at", "batches", "close", "flush", "progress"},
-        hookstore.Run: {"batches", "close", "epochs", "info", "kinds", "layers", "manifest", "read"},
+        hookstore.Run: {
+            "attempts",
+            "batches",
+            "close",
+            "epochs",
+            "info",
+            "kinds",
+            "layers",
+            "manifest",
+            "partial_batches",
+            "read",
+            "refresh",
+        },
         hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
         hookstore.Captures: {"get", "leaves", "row", "rows", "samples", "tensor"},
         hookstore.Samples: {"where"},
@@ -132,7 +150,7 @@ def test_imports_follow_the_flow_of_data(module):
     [
         ("crc32c", {"staging", "shards", "manifest", "writer"}),
         ("numcodecs", {"codecs"}),
-        ("pyarrow", {"manifest", "captures", "run"}),
+        ("pyarrow", {"manifest", "recovery", "captures", "run", "verification"}),
         ("rich", {"cli", "demo"}),
         ("typer", {"cli", "demo"}),
         ("zarr", {"arrays", "demo"}),

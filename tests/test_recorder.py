@@ -64,7 +64,7 @@ def run_script(body, *arguments, **options):
         ({"kinds": []}, "kinds is empty"),
         ({"every": 0}, "every: expected a whole number of at least 1, got 0"),
         ({"phases": "validation"}, "phases: expected some of 'train', 'eval', got 'validation'"),
-        ({"mode": "w"}, "mode: expected 'x', got 'w'"),
+        ({"mode": "w"}, "mode: expected 'x' or 'a', got 'w'"),
         ({"on_full": "grow"}, "on_full: expected 'block' or 'drop', got 'grow'"),
         ({"on_error": "ignore"}, "on_error: expected 'raise' or 'disable'"),
         ({"buffer_bytes": 100}, "buffer_bytes: expected at least 65,536 bytes, got 100"),
