@@ -236,15 +236,14 @@ class Run:
 
     def _why_left_out(self, phase: str, epoch: int, batch: int) -> tuple[str | None, str]:
         """Return status and reason where a whole batch was left out or cut short, or recording had stopped before it; else ``None`` and ""."""
-        later = None
+        here = [row for row in self._batch_rows if (row["epoch"], row["batch"]) == (epoch, batch)]
+        here.sort(key=lambda row: row["phase"] != phase)
+        if here:
+            return here[0]["status"], here[0]["reason"]
         for row in self._batch_rows:
-            if row["phase"] == phase and (row["epoch"], row["batch"]) == (epoch, batch):
-                return row["status"], row["reason"]
             if row["status"] == "stopped" and (row["epoch"], row["batch"]) < (epoch, batch):
-                later = row
-        if later is None:
-            return None, ""
-        return "stopped", f"recording had stopped in epoch {later['epoch']}, batch {later['batch']}, since {later['reason']}"
+                return "stopped", f"recording had stopped in epoch {row['epoch']}, batch {row['batch']}, since {row['reason']}"
+        return None, ""
 
     @cached_property
     def _batch_rows(self) -> list[dict[str, Any]]:

@@ -306,7 +306,7 @@ def test_flush_makes_everything_readable_and_durable(path, monkeypatch):
             recorder.flush()
             assert any(".unsealed" in name for name in synced[-1])
             with hookstore.open(path) as run:
-                assert run.info().state == "unfinished"
+                assert run.info().state == "recording"
                 assert run.batches(0) == list(range(batch + 1))
                 for earlier in range(batch + 1):
                     assert run[""].activation[0, earlier].tolist() == [float(earlier)] * 3
