@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
+MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not this much
+_MOST_SOURCES = 2**22
 _PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason")
 
 
@@ -206,7 +208,9 @@ class Captures:
             there_is = f"there are leaves {', '.join(map(repr, leaves))}" if leaves else self._what_there_is(phase)
             of_leaf = f", leaf {leaf!r}," if leaf else ""
             raise MissingCaptureError(
-                f"{self._name}{of_leaf} was not captured in phase {phase!r}; {there_is}", layer=self.layer, kind=self.kind
+                f"{self._name}{of_leaf} was not captured in phase {phase!r}; {there_is}{self.run._what_is_damaged()}",
+                layer=self.layer,
+                kind=self.kind,
             )
         return Samples(self, index.last_captured(phase, leaves[0] if leaf is None else leaf, attempt), dims)
 
@@ -266,7 +270,7 @@ class Captures:
             )
         status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
         missing = f"was {status}: {why}" if status == "skipped" else "was not captured" + (f": {why}" if why else "")
-        there_is = "" if why else f"; {self._what_there_is(phase, where['epoch'])}"
+        there_is = "" if why else f"; {self._what_there_is(phase, where['epoch'])}{self.run._what_is_damaged()}"
         raise MissingCaptureError(
             f"{self._describe(**where, phase=phase, leaf=leaf, backward=backward, attempt=attempt)} {missing}{there_is}",
             layer=self.layer,
@@ -388,6 +392,30 @@ class RowIndex:
         arrays, shards = self._columns["array"][positions], self._columns["shard"][positions]
         return np.unique(arrays.astype(np.int64) << 32 | shards, return_inverse=True)[1]
 
+    @cached_property
+    def overlapping(self) -> frozenset[tuple[str, str, int, int]]:
+        """Array, shard, offset and length of chunks that share bytes with another one, which is not the same one: none where all is well."""
+        captured = np.flatnonzero(self._columns["status"] == self._code("status", "ok"))
+        starts, lengths = self._columns["offset"][captured], self._columns["length"][captured]
+        is_possible = (starts >= 0) & (starts < MOST_SHARD_BYTES) & (lengths > 0)  # no other row is read
+        if not is_possible.all():
+            captured, starts, lengths = captured[is_possible], starts[is_possible], lengths[is_possible]
+        sources = self._columns["array"][captured].astype(np.int64) * len(self._texts["shard"]) + self._columns["shard"][captured]
+        if len(self._texts["shard"]) * len(self._texts["array"]) >= _MOST_SOURCES:
+            sources = np.unique(sources, return_inverse=True)[1]
+        keys = sources * MOST_SHARD_BYTES + starts
+        if (keys[1:] < keys[:-1]).any():
+            order = np.argsort(keys)
+            captured, keys, lengths = captured[order], keys[order], lengths[order]
+        gaps = keys[1:] - keys[:-1]
+        # (where two overlap, two neighbours do; a neighbour in another shard, which a length without bounds reaches, is sorted out below)
+        is_shared = (gaps < lengths[:-1]) & ((gaps > 0) | (lengths[1:] != lengths[:-1]))
+        found: set[tuple[str, str, int, int]] = set()
+        for source in np.unique(keys[1:][is_shared] // MOST_SHARD_BYTES).tolist():
+            positions = captured[keys // MOST_SHARD_BYTES == source].tolist()
+            found |= _overlapping([self.place(position) for position in positions])
+        return frozenset(found)
+
     def are_other(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
         """Say which positions have another dtype than the first, or not that number of dimensions."""
         dtypes = self._columns["dtype"][positions]
@@ -444,6 +472,17 @@ class RowIndex:
     def only_captured(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Keep the positions of rows that have a tensor."""
         return np.asarray(positions[self._columns["status"][positions] == self._code("status", "ok")])
+
+
+def _overlapping(places: list[dict[str, Any]]) -> set[tuple[str, str, int, int]]:
+    """Of the chunks of one shard return those that share bytes with another."""
+    chunks = sorted({(place["array"], place["shard"], place["offset"], place["length"]) for place in places})
+    found, furthest = set(), chunks[0]
+    for chunk in chunks[1:]:
+        if chunk[2] < furthest[2] + furthest[3]:
+            found |= {chunk, furthest}
+        furthest = max(furthest, chunk, key=lambda one: one[2] + one[3])
+    return found
 
 
 def ranges(numbers: list[int]) -> str:

@@ -21,6 +21,7 @@ _SHORTHANDS: dict[str, dict[str, Any]] = {
     "lz4": {"name": "blosc", "configuration": {"cname": "lz4"}},
 }
 _BLOSC_SHUFFLE = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BLOSC_COMPRESSORS = ("blosclz", "lz4", "lz4hc", "zlib", "zstd")
 
 
@@ -95,7 +96,7 @@ def decode(made: Any, encoded: memoryview, num_bytes: int) -> memoryview:
 
     Raises
     ------
-    ValueError, RuntimeError, OSError, EOFError, zlib.error
+    ValueError, RuntimeError, OSError, EOFError, MemoryError, zlib.error
         If it does not decode, or claims another size.
     """
     if isinstance(made, numcodecs.GZip):
@@ -104,14 +105,21 @@ def decode(made: Any, encoded: memoryview, num_bytes: int) -> memoryview:
         if len(contents) == num_bytes and not unpacker.eof:
             raise ValueError(f"the chunk does not end after {num_bytes:,} bytes")
         return memoryview(contents)
-    claimed = int.from_bytes(encoded[4:8], "little") if isinstance(made, numcodecs.Blosc) else _zstd_content_bytes(encoded)
+    if isinstance(made, numcodecs.Blosc):
+        claimed, stored = int.from_bytes(encoded[4:8], "little"), int.from_bytes(encoded[12:16], "little")
+        if len(encoded) < 16 or stored != len(encoded):  # blosc believes its header and would read on
+            raise ValueError(f"the chunk claims to be stored in {stored:,} bytes and has {len(encoded):,}")
+    else:
+        claimed = _zstd_content_bytes(encoded)
     if claimed != num_bytes:
         raise ValueError(f"the chunk claims {claimed:,} bytes, its shape needs {num_bytes:,}")
     return memoryview(made.decode(encoded)).cast("B")
 
 
 def _zstd_content_bytes(frame: memoryview) -> int:
-    """Return the content size in the header of a Zstandard frame (RFC 8878, 3.1.1.1), which numcodecs always writes."""
+    """Return the content size in the header of a Zstandard frame (RFC 8878, 3.1.1.1), which numcodecs always writes; -1 for anything else."""
+    if frame[:4] != _ZSTD_MAGIC:
+        return -1  # among what else the library takes are frames that say nothing of their size
     descriptor = frame[4] if len(frame) > 4 else 0
     num_bytes = (1 if descriptor & 0x20 else 0, 2, 4, 8)[descriptor >> 6]
     start = 5 + (0 if descriptor & 0x20 else 1) + (0, 1, 2, 4)[descriptor & 3]

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from hookstore.errors import CorruptRunError
 from hookstore.format import PAGE_BYTES, WRITING_SUFFIX
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -101,6 +102,9 @@ class System:
         os.rmdir(path)
 
 
+# (a pipe that nobody writes to is opened at once; on Windows the flags that it does not have are left out)
+_READ_FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
+_NO_FILE = (errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EISDIR, errno.EINVAL)  # what open says to anything but a file
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 has_sync_file_system = os.name == "posix" and hasattr(ctypes.CDLL(None), "syncfs")
 system = System()
@@ -352,29 +356,74 @@ def leads_outside(directory: str, path: str) -> bool:
     return os.path.commonpath([inside, os.path.realpath(path)]) != inside
 
 
-def read_small(path: str, most_bytes: int) -> bytes:
-    """Read a whole file that may be anything: no more than a regular file of a bounded size is read.
+def open_regular(path: str, root: str | None = None) -> int:
+    """Open a file of a run, which may be anything, for reading: a regular file, and none that a link below the run leads to.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    root : str, optional
+        A directory above it. On the way to that there may be links, from there on none. By default the directory that the file is in.
+
+    Returns
+    -------
+    int
+        Its descriptor.
+
+    Raises
+    ------
+    CorruptRunError
+        If it is a link, or behind one, or a pipe, a device, a socket or a directory, or has a name that no file has.
+    OSError
+        From the operating system, also if there is no such file.
+    """
+    check_no_link(path, root)
+    try:
+        descriptor = os.open(path, _READ_FLAGS)
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise
+        raise CorruptRunError(f"{path!r} is no file of a run: {error}", path=path) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptRunError(f"{path} is no regular file", path=path)
+    return descriptor
+
+
+def check_no_link(path: str, root: str | None = None) -> None:
+    """Refuse a path of a run where it, or a directory between it and ``root``, is a link; see `open_regular`."""
+    below = os.path.dirname(path) if root is None else root
+    for name in path.removeprefix(below).replace(os.sep, "/").strip("/").split("/"):
+        below = os.path.join(below, name)
+        if os.path.islink(below):
+            raise CorruptRunError(f"{below} is a link, and nothing in a run is one", path=below)
+
+
+def read_small(path: str, most_bytes: int, root: str | None = None) -> bytes:
+    """Read a whole file of a run, which may be anything, as far as it goes when it is opened.
 
     Parameters
     ----------
     path : str
         The file.
     most_bytes : int
-        A larger one is refused.
+        A larger one is refused before any of it is read.
+    root : str, optional
+        As for `open_regular`.
 
     Raises
     ------
+    CorruptRunError
+        If it is too large, or as `open_regular` says.
     OSError
-        From the operating system; ``EFBIG`` if the file is too large, ``EINVAL`` if it is a pipe, a device or a directory.
+        From the operating system, also if there is no such file.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", path)
-        if status.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, more than the {most_bytes:,} that such a file can have", path)
-        return file.read(most_bytes + 1)
+    with os.fdopen(open_regular(path, root), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise CorruptRunError(f"{path} has {size:,} bytes, more than the {most_bytes:,} that such a file can have", path=path)
+        return file.read(size)
 
 
 class DiskBudgetSpent(Exception):  # noqa: N818  # caught by the sink, which stops recording

@@ -25,7 +25,17 @@ import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from hookstore.errors import CaptureWarning, CorruptRunError
-from hookstore.files import Spool, SpooledRecords, check_linked, read_small, sync_directory, system, write_all, write_atomically
+from hookstore.files import (
+    Spool,
+    SpooledRecords,
+    check_linked,
+    check_no_link,
+    read_small,
+    sync_directory,
+    system,
+    write_all,
+    write_atomically,
+)
 from hookstore.format import (
     DTYPES,
     FRAME_BYTES,
@@ -65,7 +75,13 @@ CODED_SCHEMA = pa.schema(
 _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
 _BATCHES_TOGETHER = 64
-_MOST_PIECE_BYTES = 1 << 30  # of a part or segment: no writer makes a tenth of that
+# More than a part or a segment has, however it was written (65,536 rows that came one by one are 200 MB of journal); what claims more is not read.
+_MOST_PIECE_BYTES = 512 << 20
+_MOST_PIECE_ROWS = 1 << 21
+_MOST_ROW_GROUPS = 16
+_MOST_FOOTER_BYTES = 1 << 20
+_MOST_DIMS = 64
+_LEAST_TIME, _MOST_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999  # years 1 to 9999, all that Python has
 Key = tuple[int, int, int]  # of a segment or part: rank, attempt, index
 # What pyarrow and struct raise for bytes of any other kind.
 _NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
@@ -274,9 +290,19 @@ def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> b
 
 
 def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
-    """Read what `rows_to_stream` wrote."""
-    with pa.ipc.open_stream(stream) as reader:
-        return list(reader)
+    """Read what `rows_to_stream` wrote.
+
+    Raises
+    ------
+    pyarrow.ArrowException, ValueError, struct.error
+        If no writer of this format wrote it.
+    """
+    messages = iter(pa.ipc.MessageReader.open_stream(stream))
+    first = next(messages, None)
+    schema = None if first is None else pa.ipc.read_schema(first)
+    if schema is None or not schema.equals(SCHEMA):
+        raise ValueError("the rows have another schema")
+    return [_read_batch(message, schema) for message in messages]
 
 
 def stream_to_table(stream: bytes, path: str) -> pa.Table:
@@ -515,11 +541,14 @@ def read_segment(contents: bytes) -> Segment:
             damaged.append(position)
         elif kind == FRAME_SCHEMA:
             schema = pa.ipc.read_schema(pa.py_buffer(payload))
+            if not schema.equals(SCHEMA):
+                raise ValueError("it has another schema")
         elif kind == FRAME_ROWS and schema is not None:
-            batches.append(_checked(pa.ipc.read_record_batch(pa.py_buffer(payload), schema)))
+            batches.append(_read_batch(pa.ipc.read_message(pa.py_buffer(payload)), schema))
         elif kind == FRAME_SYNC:
             num_durable = struct.unpack(SYNC_FORMAT, payload)[0]
         position = end
+    _check_times(pa.Table.from_batches(batches, schema=SCHEMA))
     return Segment(batches, num_durable, damaged[0] if damaged else position, tuple(damaged))
 
 
@@ -530,6 +559,31 @@ def _has_frame_at(contents: bytes, start: int) -> bool:
     length, _kind, crc = struct.unpack_from(FRAME_FORMAT, contents, start)
     payload = contents[start + FRAME_BYTES : start + FRAME_BYTES + length]
     return len(payload) == length and bool(crc32c(payload, crc32c(contents[start : start + 8])) == crc)
+
+
+def _read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
+    """Read rows from an Arrow message, unless they are compressed: nothing here ever is, and unpacking takes any amount of memory."""
+    if message.type != "record batch":
+        raise ValueError(f"there is a {message.type} where rows are expected")
+    if _is_compressed(message.metadata.to_pybytes()):
+        raise ValueError("the rows are compressed")
+    return _checked(pa.ipc.read_record_batch(message, schema))
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Say whether the record batch that a Flatbuffer describes (Message.fbs of Arrow, checked by Arrow) has the field ``compression``."""
+    header = _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
+    header += struct.unpack_from("<I", metadata, header)[0]
+    return _flatbuffer_field(metadata, header, 3) != 0
+
+
+def _flatbuffer_field(contents: bytes, table: int, number: int) -> int:
+    """Return where a field of a table begins, or 0 if it has none."""
+    fields = table - struct.unpack_from("<i", contents, table)[0]
+    num_bytes = struct.unpack_from("<H", contents, fields)[0]
+    place = 4 + 2 * number
+    start = struct.unpack_from("<H", contents, fields + place)[0] if place < num_bytes else 0
+    return int(table + start) if start else 0
 
 
 def _checked(rows: pa.RecordBatch | pa.Table, schema: pa.Schema = SCHEMA) -> pa.RecordBatch | pa.Table:
@@ -607,7 +661,7 @@ class ManifestReader:
         found: dict[Key, pa.Table] = {}
         known, self._segments = self._segments, {}
         directory = os.path.join(self._run_path, JOURNAL_DIR)
-        for name in _listdir(directory):
+        for name in self._names(directory):
             key = parse_segment_name(name)
             if key is None:
                 continue
@@ -636,7 +690,7 @@ class ManifestReader:
     def _read_parts(self) -> dict[Key, pa.Table]:
         found: dict[Key, pa.Table] = {}
         directory = os.path.join(self._run_path, MANIFEST_DIR)
-        for name in _listdir(directory):
+        for name in self._names(directory):
             parsed = parse_part_name(name)
             if parsed is None:
                 continue
@@ -651,6 +705,13 @@ class ManifestReader:
                 continue
             found[parsed[0]] = self._parts[name]
         return found
+
+    def _names(self, directory: str) -> list[str]:
+        try:
+            return _listdir(directory)
+        except CorruptRunError as error:
+            self._leave_out(directory, str(error))
+            return []
 
     def _leave_out(self, path: str, problem: str) -> None:
         if path not in self.damaged:
@@ -673,10 +734,41 @@ def load_segment(path: str) -> tuple[bytes, Segment]:
     try:
         contents = read_small(path, _MOST_PIECE_BYTES)
         return contents, read_segment(contents)
-    except FileNotFoundError:
+    except (FileNotFoundError, CorruptRunError):
         raise
     except _NONSENSE as error:
         raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
+
+
+def _check_sizes(metadata: pq.FileMetaData) -> None:
+    """Look at what a Parquet file says it unpacks to before any of it is unpacked."""
+    num_rows, num_groups = metadata.num_rows, metadata.num_row_groups
+    if metadata.num_columns != len(SCHEMA) or not 0 <= num_rows <= _MOST_PIECE_ROWS or num_groups > _MOST_ROW_GROUPS:
+        raise ValueError(f"it has {num_rows:,} rows in {num_groups:,} groups of {metadata.num_columns:,} columns")
+    columns = [metadata.row_group(group).column(column) for group in range(num_groups) for column in range(len(SCHEMA))]
+    for column in columns:
+        if not 0 <= column.num_values <= (num_rows + 1) * _MOST_DIMS or not 0 <= column.total_uncompressed_size <= _MOST_PIECE_BYTES:
+            raise ValueError(f"a column has {column.num_values:,} values in {column.total_uncompressed_size:,} bytes")
+
+
+def _check_times(rows: pa.Table) -> None:
+    """Refuse times that Python does not have; nobody could list the rows."""
+    times = pc.min_max(rows.column("wall_time").cast(pa.int64())).as_py()
+    if rows.num_rows and not _LEAST_TIME <= times["min"] <= times["max"] <= _MOST_TIME:
+        raise ValueError("there are times outside the years 1 to 9999")
+
+
+def _check_texts(rows: pa.Table) -> None:
+    """Make sure that rows whose texts are coded do not become far too many bytes where the texts are written out."""
+    num_bytes = 0
+    for name in TEXT_COLUMNS:
+        for chunk in rows.column(name).chunks:
+            lengths = np.diff(
+                np.from_dlpack(pa.Array.from_buffers(pa.int32(), len(chunk.dictionary) + 1, [None, chunk.dictionary.buffers()[1]]))
+            )
+            num_bytes += int(lengths[np.from_dlpack(chunk.indices)].sum()) if len(chunk) else 0
+    if num_bytes > _MOST_PIECE_BYTES:
+        raise ValueError(f"its texts have {num_bytes:,} bytes")
 
 
 def code_rows(rows: pa.Table) -> pa.Table:
@@ -700,17 +792,26 @@ def load_part(path: str, crc: int) -> pa.Table:
             raise CorruptRunError(
                 f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
             )
+        if int.from_bytes(contents[-8:-4], "little") > _MOST_FOOTER_BYTES:
+            raise ValueError("its footer is too long")
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
         part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=list(TEXT_COLUMNS), page_checksum_verification=True)
-        return _checked(part.read(), CODED_SCHEMA)
+        _check_sizes(part.metadata)
+        rows = _checked(part.read(), CODED_SCHEMA)
+        _check_times(rows)
+        _check_texts(rows)
     except (FileNotFoundError, CorruptRunError):
         raise
     except _NONSENSE as error:
         raise CorruptRunError(f"manifest part {path} holds what no writer of this format wrote: {error}", path=path) from error
+    return rows
 
 
 def _listdir(path: str) -> list[str]:
+    check_no_link(path)
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:
         return []
+    except NotADirectoryError as error:
+        raise CorruptRunError(f"{path} is no directory", path=path) from error

@@ -6,18 +6,19 @@ They are read here without zarr-python, since opening a run must be quick, and c
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
+from hookstore.codecs import codec_metadata
 from hookstore.errors import CorruptRunError, FormatVersionError, NotARunError
 from hookstore.files import read_small
 from hookstore.format import DTYPES, FORMAT_VERSION, LAYERS_DIR, MAX_SHARD_ENTRIES, PHASES, RUN_FILE, ArraySpec, is_array_path
 
-_MOST_RUN_BYTES = 64 << 20
+_MOST_RUN_BYTES = 16 << 20  # JSON takes up to thirty times as much memory; a hundred thousand layers are less
 _MOST_ARRAY_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 2**47
+_MOST_DIMS = 64
 # What reading JSON, and looking into it, raises for text of any other kind.
 _NONSENSE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration)
 
@@ -52,12 +53,27 @@ def read_description(run_path: str) -> dict[str, Any]:
             found=version,
             supported=FORMAT_VERSION,
         )
-    layers = description.get("layers")
-    if not isinstance(layers, list) or not all(
-        isinstance(layer, dict) and isinstance(layer.get("name"), str) and isinstance(layer.get("aliases", []), list) for layer in layers
-    ):
-        raise CorruptRunError(f"{file_path} lists no layers", path=file_path)
+    try:
+        _check_layers(description["layers"])
+    except _NONSENSE as error:
+        raise CorruptRunError(f"{file_path} lists no layers as this format has them: {error!r}", path=file_path) from error
     return description
+
+
+def _check_layers(layers: Any) -> None:
+    """Make sure that the layers are known by texts of which no two are alike."""
+    if not isinstance(layers, list):
+        raise TypeError(f"expected a list, got {type(layers).__name__}")
+    seen: set[str] = set()
+    for layer in layers:
+        aliases = layer.get("aliases", [])
+        if not isinstance(aliases, list):
+            raise TypeError(f"expected a list of aliases, got {type(aliases).__name__}")
+        for name in (layer["name"], *aliases):
+            _text(name).encode()  # not half of a surrogate pair, which JSON can have and nothing else
+            if name in seen:
+                raise ValueError(f"{name!r} is there twice")
+            seen.add(name)
 
 
 def _what_is_there(run_path: str) -> str:
@@ -110,28 +126,25 @@ def read_array(run_path: str, array: str) -> StoredArray:
         raise CorruptRunError(f"{run_path}: the manifest has array {array!r}, which cannot be the path of one", path=run_path)
     path = os.path.join(run_path, LAYERS_DIR, array, "zarr.json")
     try:
-        stored = _parse_array(array, json.loads(read_small(path, _MOST_ARRAY_BYTES)))
+        stored = _parse_array(array, json.loads(read_small(path, _MOST_ARRAY_BYTES, run_path)))
     except FileNotFoundError:
         raise CorruptRunError(f"{path} is missing, but the manifest has captures in that array", path=path) from None
     except (*_NONSENSE, OSError) as error:
         raise CorruptRunError(f"{path} is no array metadata of this format: {error!r}", path=path) from error
-    spec = stored.spec
-    sizes = (*spec.chunk_shape, *spec.shard_shape, *stored.extents)
-    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes) or not 0 < spec.num_entries <= MAX_SHARD_ENTRIES:
-        raise CorruptRunError(
-            f"{path} has shape {stored.extents}, shards of {spec.shard_shape} and chunks of {spec.chunk_shape}, which cannot be", path=path
-        )
-    if math.prod(spec.chunk_shape) * DTYPES[spec.dtype].itemsize >= _MOST_CHUNK_BYTES:
-        raise CorruptRunError(f"{path} has chunks of shape {spec.chunk_shape}, which cannot be", path=path)
     return stored
 
 
 def _parse_array(array: str, metadata: Any) -> StoredArray:
-    attributes = metadata["attributes"]
-    names = metadata["dimension_names"]
-    sharding = next(codec for codec in metadata["codecs"] if codec["name"] == "sharding_indexed")["configuration"]
+    attributes, names = metadata["attributes"], metadata["dimension_names"]
+    (sharding,) = (codec["configuration"] for codec in metadata["codecs"] if codec["name"] == "sharding_indexed")
     leading = 3 if names[2:3] == ["call"] else 2
-    compressors = [codec for codec in sharding["codecs"] if codec["name"] not in ("bytes", "crc32c")]
+    to_bytes, *compressors, checksum = sharding["codecs"]
+    if to_bytes["name"] != "bytes" or to_bytes.get("configuration", {}).get("endian") == "big" or checksum["name"] != "crc32c":
+        raise ValueError(f"codecs {sharding['codecs']!r}")
+    shape, grid = _sizes(metadata["shape"]), _sizes(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+    chunk_shape = _sizes(sharding["chunk_shape"])
+    if len(compressors) > 1 or not shape[leading:] == grid[leading:] == chunk_shape[leading:] or set(chunk_shape[:leading]) != {1}:
+        raise ValueError(f"shape {shape}, shards of {grid} and chunks of {chunk_shape} with {len(compressors)} compressors")
     spec = ArraySpec(
         layer=_text(attributes["layer"]),
         kind=_text(attributes["kind"]),
@@ -139,15 +152,28 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
         leaf=_text(attributes["leaf"]),
         dtype=_text(attributes["torch_dtype"]),
         name=array.split("/")[1],
-        chunk_shape=tuple(sharding["chunk_shape"])[leading:],
-        shard_shape=tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])[:leading],
+        chunk_shape=chunk_shape[leading:],
+        shard_shape=grid[:leading],
         rank=int(attributes["rank"]),
         codec=json.dumps(compressors[0], sort_keys=True) if compressors else None,
     )
     if spec.dtype not in DTYPES or spec.phase not in PHASES:
         raise ValueError(f"dtype {spec.dtype!r} in phase {spec.phase!r}")
-    extents = tuple(metadata["shape"])[:leading]
-    return StoredArray(spec, extents, spec.chunk_shape[0] if names[leading:] and names[leading] == "sample" else None)
+    if spec.path != array or not f"{spec.name}.".startswith(f"{spec.kind}."):
+        raise ValueError(f"it is of {spec.kind} of layer {spec.layer!r}")
+    if compressors:
+        codec_metadata(compressors[0], spec.dtype)
+    if 0 in spec.chunk_shape or not 0 < spec.num_entries <= MAX_SHARD_ENTRIES or spec.chunk_bytes >= _MOST_CHUNK_BYTES:
+        raise ValueError(f"shards of {spec.shard_shape} chunks of {spec.chunk_shape}, which cannot be")
+    is_sampled = len(names) > leading and names[leading] == "sample"
+    return StoredArray(spec, shape[:leading], spec.chunk_shape[0] if is_sampled else None)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Return the sizes of dimensions."""
+    if not isinstance(values, list) or len(values) > _MOST_DIMS or any(type(size) is not int or not 0 <= size < 2**63 for size in values):
+        raise ValueError("there are sizes that no array has")
+    return tuple(values)
 
 
 def _text(value: object) -> str:

@@ -26,6 +26,7 @@ from hookstore.format import (
     LOCK_FILE,
     MAKING_PREFIX,
     MANIFEST_DIR,
+    SEGMENT_ROWS,
     WRITING_SUFFIX,
     ArraySpec,
     Row,
@@ -443,7 +444,9 @@ class _TakeUp:
         ranks, attempts = (np.asarray(rows[name].combine_chunks()) for name in ("rank", "attempt"))
         for rank, attempt in sorted(set(zip(ranks.tolist(), attempts.tolist(), strict=True))):
             index = 1 + max((key[2] for key in self.used if key[:2] == (rank, attempt)), default=-1)
-            self._write_part((rank, attempt, index), rows.filter(pa.array((ranks == rank) & (attempts == attempt))))
+            of_attempt = rows.filter(pa.array((ranks == rank) & (attempts == attempt)))
+            for number, start in enumerate(range(0, of_attempt.num_rows, SEGMENT_ROWS)):
+                self._write_part((rank, attempt, index + number), of_attempt.slice(start, SEGMENT_ROWS))
 
     # Shards -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Reading goes by the manifest, never by what lies in the directories. A run is un
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +17,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hookstore.captures import LayerRun, RowIndex, ranges
+from hookstore.captures import MOST_SHARD_BYTES, Captures, LayerRun, RowIndex, ranges
 from hookstore.errors import CorruptRunError, MissingCaptureError, OptionError, UnknownLayerError
-from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, KINDS, LAYERS_DIR, DType, is_shard_key
+from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, KINDS, LAYERS_DIR, ArraySpec, DType, fits_chunk, is_shard_key
 from hookstore.lock import holder
 from hookstore.manifest import SCHEMA, ManifestReader
 from hookstore.metadata import read_array, read_description
 from hookstore.shards import Chunk, ShardReader
+
+_OF_ARRAY = ("dtype", "layer", "kind", "phase", "leaf")  # what all rows of an array have in common
 
 
 def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001  # hookstore.open, as zarr.open and gzip.open
@@ -117,7 +118,7 @@ class Run:
         self._reader = ShardReader(os.path.join(path, LAYERS_DIR))
         self._manifest_reader = ManifestReader(path)
         self._rows = self._manifest_reader.read()
-        self._layouts: dict[str, tuple[tuple[int, ...], str | None, str]] = {}
+        self._specs: dict[str, ArraySpec] = {}
         self._indexes: dict[tuple[str, str], RowIndex] = {}
 
     @property
@@ -158,7 +159,8 @@ class Run:
         found = sorted(pc.unique(rows["batch"].filter(wanted)).to_pylist())
         if not found:
             raise MissingCaptureError(
-                f"{self.path}: nothing was captured in epoch {int(epoch)}{f' in phase {phase!r}' if phase else ''}; there are epochs {ranges(self.epochs)}",
+                f"{self.path}: nothing was captured in epoch {int(epoch)}{f' in phase {phase!r}' if phase else ''}; there are epochs {ranges(self.epochs)}"
+                f"{self._what_is_damaged()}",
                 epoch=int(epoch),
             )
         return found
@@ -227,6 +229,12 @@ class Run:
             attempts=self.attempts,
             partial_batches=self.partial_batches,
         )
+
+    def _what_is_damaged(self) -> str:
+        """Return what to add where something is not found: it may have been in a piece of the manifest that cannot be read."""
+        damaged = sorted(self._manifest_reader.damaged)
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        return f"; but {', '.join(damaged[:3])}{more} cannot be read, and the captures listed there are missing" if damaged else ""
 
     @property
     def _state(self) -> str:
@@ -370,29 +378,38 @@ class Run:
     def _locate(self, row: dict[str, Any]) -> tuple[Chunk, tuple[int, ...]]:
         """Return the chunk of a row whose tensor has bytes, and the chunk's shape."""
         dtype, shape = self._dtype_and_shape(row)
-        chunk_shape, codec, stored = self._chunk_layout(row)
-        if stored != dtype.name:
+        spec = self._spec(row)
+        if (spec.dtype, spec.layer, spec.kind, spec.phase, spec.leaf) != tuple(map(row.get, _OF_ARRAY)):
             raise CorruptRunError(
-                f"{self.path}: the manifest has dtype {dtype.name} for {_place(row)}, its array has {stored!r}", path=self.path
+                f"{self.path}: the manifest has dtype {dtype.name} for {_place(row)}, its array {row['array']} has {spec.dtype} of {spec.kind} of layer "
+                f"{spec.layer!r} in {spec.phase}{f', leaf {spec.leaf!r}' if spec.leaf else ''}",
+                path=self.path,
             )
         array, shard, offset, length = row["array"], row["shard"], row["offset"], row["length"]
-        if not is_shard_key(shard) or offset < 0 or length <= CRC_BYTES:
+        if not is_shard_key(shard) or not 0 <= offset < MOST_SHARD_BYTES or length <= CRC_BYTES:
             raise CorruptRunError(
                 f"{self.path}: the manifest has shard {shard!r}, offset {offset}, length {length} for {_place(row)}", path=self.path
             )
-        if len(chunk_shape) != len(shape) or any(size > limit for size, limit in zip(shape, chunk_shape, strict=True)):
+        if not fits_chunk(shape, spec.chunk_shape):
             raise CorruptRunError(
-                f"{self.path}: {_place(row)} has shape {shape} in the manifest, but its array has chunks of {chunk_shape}", path=self.path
+                f"{self.path}: {_place(row)} has shape {shape} in the manifest, but its array has chunks of {spec.chunk_shape}",
+                path=self.path,
             )
-        return Chunk(array, shard, offset, length, row["crc32c"], codec, math.prod(chunk_shape) * dtype.itemsize), chunk_shape
+        # (all rows that can name this array are in this index)
+        if (array, shard, offset, length) in Captures(self, spec.layer, spec.kind)._index.overlapping:
+            raise CorruptRunError(
+                f"{self.path}: the manifest has {_place(row)} in {length:,} bytes of shard {array}/{shard} at byte {offset:,}, some of which belong to another "
+                "capture",
+                path=self.path,
+            )
+        return Chunk(array, shard, offset, length, row["crc32c"], spec.codec, spec.chunk_bytes), spec.chunk_shape
 
-    def _chunk_layout(self, row: dict[str, Any]) -> tuple[tuple[int, ...], str | None, str]:
-        """Return the chunk shape, the compressor and the torch dtype of the row's array, from its metadata."""
+    def _spec(self, row: dict[str, Any]) -> ArraySpec:
+        """Return what the row's array is, from its metadata."""
         array = row["array"]
-        if array not in self._layouts:
-            spec = read_array(self.path, array).spec
-            self._layouts[array] = spec.chunk_shape, spec.codec, spec.dtype
-        return self._layouts[array]
+        if array not in self._specs:
+            self._specs[array] = read_array(self.path, array).spec
+        return self._specs[array]
 
     def close(self) -> None:
         """Let go of the files; arrays that were read stay valid."""

@@ -28,7 +28,7 @@ from crc32c import crc32c
 
 from hookstore.codecs import compressor, decode
 from hookstore.errors import CorruptRunError
-from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, sync_paths, system
+from hookstore.files import DirectWriter, Sink, Spool, SpooledRecords, open_regular, sync_paths, system
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
@@ -44,6 +44,8 @@ from hookstore.format import (
     unsealed_name,
 )
 
+_MOST_ROWS_BYTES = 512 << 20  # of manifest rows that a shard carries
+_MOST_CODEC_BYTES = 4096  # that a codec adds to an eighth of a chunk that it cannot make shorter; those here add less
 _ENTRY = struct.Struct("<QQQ")
 _ENTRY_DTYPE = np.dtype([("entry", "<u8"), ("offset", "<u8"), ("length", "<u8")])
 
@@ -355,10 +357,10 @@ def read_sealed(path: str, num_entries: int) -> tuple[np.ndarray[Any, Any], byte
     Raises
     ------
     CorruptRunError
-        If a checksum does not match.
+        If a checksum does not match, or the file is none that a shard can be.
     """
     index_bytes = 16 * num_entries + CRC_BYTES
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size < index_bytes + TRAILER_BYTES:
             raise CorruptRunError(f"shard {path} has {size:,} bytes, too few for its index of {index_bytes:,}", path=path)
@@ -367,7 +369,7 @@ def read_sealed(path: str, num_entries: int) -> tuple[np.ndarray[Any, Any], byte
         tail = file.read(index_bytes)
         if crc32c(tail[:-CRC_BYTES]) != int.from_bytes(tail[-CRC_BYTES:], "little"):
             raise CorruptRunError(f"shard {path}: the checksum of its index does not match", path=path)
-        if magic != TRAILER_MAGIC or offset + length > size:
+        if magic != TRAILER_MAGIC or offset + length > size - index_bytes - TRAILER_BYTES or length > _MOST_ROWS_BYTES:
             raise CorruptRunError(f"shard {path} has no trailer that leads to its manifest rows", path=path)
         file.seek(offset)
         rows = file.read(length)
@@ -450,7 +452,7 @@ class ShardReader:
         self._lock = threading.Lock()  # of the maps: readers come on several threads
         self._maps: OrderedDict[tuple[str, str], mmap.mmap] = OrderedDict()
         self._alive: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._checked: set[tuple[str, str, int]] = set()
+        self._checked: set[tuple[str, str, int, int, int]] = set()
         self._compressors: dict[str, Any] = {}
 
     def read(self, array: str, shard: str, offset: int, length: int, crc: int, codec: str | None, chunk_bytes: int) -> memoryview:
@@ -472,8 +474,9 @@ class ShardReader:
         CorruptRunError
             If the bytes are not there, or their checksum does not match.
         """
+        self._check_length(array, shard, offset, length, codec, chunk_bytes)
         encoded = self._bytes(array, shard, offset, offset + length)[: length - CRC_BYTES]
-        where = (array, shard, offset)
+        where = (array, shard, offset, length, crc)
         if where not in self._checked:
             found = crc32c(encoded)
             if found != crc:
@@ -486,11 +489,20 @@ class ShardReader:
             self._checked.add(where)
         contents = encoded if codec is None else self._decode(array, shard, codec, encoded, chunk_bytes)
         if len(contents) != chunk_bytes:
-            path = os.path.join(self._layers_path, array, shard)
-            raise CorruptRunError(
-                f"shard {path}: the chunk at byte {offset:,} has {len(contents):,} bytes, its shape needs {chunk_bytes:,}", path=path
-            )
+            raise self._wrong_size(array, shard, offset, len(contents), chunk_bytes)
         return contents.toreadonly()
+
+    def _check_length(self, array: str, shard: str, offset: int, length: int, codec: str | None, chunk_bytes: int) -> None:
+        """Refuse a chunk of a length that its shape cannot have before any of its bytes are looked at, which may be very many."""
+        most_bytes = chunk_bytes if codec is None else chunk_bytes + chunk_bytes // 8 + _MOST_CODEC_BYTES
+        if length - CRC_BYTES > most_bytes or (codec is None and length - CRC_BYTES != chunk_bytes):
+            raise self._wrong_size(array, shard, offset, length - CRC_BYTES, chunk_bytes)
+
+    def _wrong_size(self, array: str, shard: str, offset: int, num_bytes: int, chunk_bytes: int) -> CorruptRunError:
+        path = os.path.join(self._layers_path, array, shard)
+        return CorruptRunError(
+            f"shard {path}: the chunk at byte {offset:,} has {num_bytes:,} bytes, its shape needs {chunk_bytes:,}", path=path
+        )
 
     def _decode(self, array: str, shard: str, codec: str, encoded: memoryview, chunk_bytes: int) -> memoryview:
         made = self._compressors.get(codec)
@@ -570,7 +582,7 @@ class ShardReader:
                 yield descriptor
             finally:
                 os.close(descriptor)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CorruptRunError(
                 f"shard {path} is missing, or ends before byte {end:,} where the manifest has a chunk", path=path
             ) from error
@@ -594,7 +606,7 @@ class ShardReader:
         # A shard is sealed by a rename, and taken up again as a hidden clone: whoever looks meanwhile looks once more.
         for name in (shard, unsealed_name(shard), shard):
             try:
-                descriptor = os.open(os.path.join(directory, name), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                descriptor = open_regular(os.path.join(directory, name), os.path.dirname(self._layers_path))
             except FileNotFoundError:
                 continue
             if os.fstat(descriptor).st_size >= end:
