@@ -532,7 +532,6 @@ def _create_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
             "layers": [_describe_layer(layer) for layer in layers],
             "recorded": description,
             "environment": attempt["environment"],
-            "attempts": [attempt],
         }
         write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
         sync_directory(os.path.dirname(run_path))
