@@ -154,6 +154,8 @@ def holder(run_path: str, *, may_write: bool = False) -> Owner | None:
     if owner is None:
         return None
     lives = owner.lives()
+    if lives and owner.pid == os.getpid():
+        lives = owner.token in {lock.token for lock in _HELD if lock.is_held}  # it may be that it could not be removed
     if lives is None:
         age_s = _age_s(path, may_write=may_write)
         lives = _is_flocked(path) or (age_s is not None and age_s < STALE_S)
@@ -183,6 +185,16 @@ class RunLock:
         self._contents = json.dumps(asdict(self._owner)).encode()
         self._acquire()
         _HELD.add(self)
+
+    @property
+    def token(self) -> str:
+        """What tells this lock from any other."""
+        return self._owner.token
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been let go."""
+        return self._descriptor >= 0
 
     def _acquire(self) -> None:
         own = f"{self._path}.{self._owner.token}"

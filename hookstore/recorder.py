@@ -366,7 +366,12 @@ class Recorder:
         self._check_open()
         self._stager.check_not_staging("flush()")
         if self._sink.is_active:
-            self._writer.flush()
+            try:
+                self._writer.flush()
+            except BaseException as error:
+                if error is not self._stager.failure or not self._disable_on_failure:
+                    raise
+                self._turn_off(error)
 
     def close(self) -> None:
         """Remove the hooks, finish the run and end the threads; does nothing the second time.
@@ -397,11 +402,14 @@ class Recorder:
             if not self._disable_on_failure:
                 raise
             if was_active:
-                warnings.warn(
-                    f"hookstore stopped capturing: the writer failed with {type(error).__name__}: {error}", CaptureWarning, stacklevel=2
-                )
+                self._turn_off(error)
             return
         self._warn_about_silent_layers()
+
+    def _turn_off(self, error: BaseException) -> None:
+        """Capture no more, because the writer has failed and ``on_error`` is ``"disable"``."""
+        self._sink.is_active = False
+        warnings.warn(f"hookstore stopped capturing: the writer failed with {type(error).__name__}: {error}", CaptureWarning, stacklevel=3)
 
     def _flush_before_death(self, dies: bool) -> None:  # noqa: FBT001
         """Make everything durable because of SIGTERM."""

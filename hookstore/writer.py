@@ -299,6 +299,10 @@ class Writer:
             self._is_finished = True
             self._stager.fail(RecorderClosedError(f"{self._run_path} is finished, because it was closed or the main thread has ended"))
         except BaseException as failure:  # it is raised in the training loop
+            failure.add_note(
+                f"hookstore: recording into {self._run_path} ended here. What was acknowledged can be read; once the cause is mended, "
+                "record(…, mode='a') goes on with the run"
+            )
             self._stager.fail(failure)
             with contextlib.suppress(OSError):
                 self._manifest.close()
