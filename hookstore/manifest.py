@@ -75,6 +75,7 @@ CODED_SCHEMA = pa.schema(
 _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
 _BATCHES_TOGETHER = 64
+_FRAME_KINDS = (FRAME_SCHEMA, FRAME_ROWS, FRAME_SYNC)
 # More than a part or a segment has, however it was written (65,536 rows that came one by one are 200 MB of journal); what claims more is not read.
 _MOST_PIECE_BYTES = 512 << 20
 _MOST_PIECE_ROWS = 1 << 21
@@ -510,7 +511,7 @@ class Segment:
     num_bytes : int
         Bytes up to the first frame that is torn or damaged.
     damaged : tuple of int
-        Offsets of damaged frames that whole ones follow; their rows are lost.
+        Offsets of damaged frames, whose rows are lost. After a power failure the last may be so; nothing durable was in it then.
     """
 
     batches: list[pa.RecordBatch]
@@ -537,7 +538,10 @@ def read_segment(contents: bytes) -> Segment:
         payload = contents[position + FRAME_BYTES : end]
         if len(payload) < length or crc32c(payload, crc32c(contents[position : position + 8])) != crc:
             if not _has_frame_at(contents, end):
-                break  # torn by a kill
+                # A kill leaves the beginning of a frame, and neither a whole one that is wrong nor something else.
+                if end <= len(contents) or kind not in _FRAME_KINDS or (kind == FRAME_SCHEMA) != (position == 0):
+                    damaged.append(position)
+                break
             damaged.append(position)
         elif kind == FRAME_SCHEMA:
             schema = pa.ipc.read_schema(pa.py_buffer(payload))

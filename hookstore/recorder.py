@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -564,8 +564,11 @@ def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
             warnings.warn(f"taking up {run_path}: {problem}", CaptureWarning, stacklevel=4)
         known = {layer["name"] for layer in contents["layers"]}
         contents["layers"] += [_describe_layer(layer) for layer in layers if layer.name not in known]
-        attempts = contents.get("attempts")
-        contents["attempts"] = [*(attempts if isinstance(attempts, list) else []), _attempt(leftover.attempt, model, description)]
+        attempts = [attempt for attempt in contents.get("attempts", []) if isinstance(attempt, dict)]
+        # (one that could not begin has left its number there, and nothing else)
+        numbers = [number for attempt in attempts if isinstance(number := attempt.get("attempt"), int)]
+        leftover = replace(leftover, attempt=max([leftover.attempt, *(number + 1 for number in numbers)]))
+        contents["attempts"] = [*attempts, _attempt(leftover.attempt, model, description)]
         for name in (LAYERS_DIR, MANIFEST_DIR):
             os.makedirs(os.path.join(run_path, name), exist_ok=True)
         write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())

@@ -187,6 +187,7 @@ class Clock:
         self._automatic = _Position(None)
         self._position = self._automatic
         self._frames: list[_Frame] = []
+        self._abandoned: list[Coordinates] = []
         self.was_due = False  # whether any batch so far was to be recorded
 
     @property
@@ -202,8 +203,8 @@ class Clock:
 
     @property
     def under_way(self) -> list[Coordinates]:
-        """Batches that stand where the clock does, and of which a layer has been called."""
-        return [here for here in list(self._position.resolved.values()) if here is not None and here.calls]
+        """Batches of which a layer has been called, and that stand where the clock does, or where a loop was left early."""
+        return list(dict.fromkeys([*self._abandoned, *_called(self._position)]))
 
     def here(self) -> Coordinates | None:
         """Return where a forward that begins now is filed, or ``None`` if it is not recorded."""
@@ -272,6 +273,9 @@ class Clock:
             for batch, item in enumerate(loader):
                 self._move(frame, epoch, batch)
                 yield item
+        except GeneratorExit:  # an exception in the loop's body ends the loop before anyone else hears of it
+            self._abandoned = _called(frame.position)
+            raise
         finally:
             self._leave(frame)
 
@@ -280,6 +284,7 @@ class Clock:
         if frame in self._frames:
             self._frames.remove(frame)
         self._frames.append(frame)
+        self._abandoned = []
         if self._position.where == (epoch, batch):
             frame.position = self._position
         else:
@@ -329,6 +334,11 @@ class _Position:
         self.is_skipped = False  # by the budget
         self.decided_for: str | None = None  # the phase in which the budget was asked
         self.resolved: dict[str, Coordinates | None] = {}
+
+
+def _called(position: _Position) -> list[Coordinates]:
+    """Return the coordinates at a position under which a layer has been called."""
+    return [here for here in list(position.resolved.values()) if here is not None and here.calls]
 
 
 class _Frame:

@@ -294,9 +294,7 @@ class _Check:
             place = [int(self.numbers[name][position]) for name in ("epoch", "batch", "call")]
             if row[:5] != expected:
                 yield self._fault(position, f"the manifest says {row[:5]}, its array {expected}", path)
-            elif not all(number in allowed for number, allowed in zip(place, ranges, strict=True)) and not (
-                not spec.calls and place[2] == 0
-            ):
+            elif not all(number in allowed for number, allowed in zip(place, ranges, strict=True)):
                 yield self._fault(position, f"it is in shard {job.key}, where it does not belong", path)
             elif len(shape) != len(spec.chunk_shape) or any(
                 not 0 <= size <= limit for size, limit in zip(shape, spec.chunk_shape, strict=True)

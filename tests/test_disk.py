@@ -155,7 +155,7 @@ def test_capture_turns_itself_off(tmp_path, monkeypatch, tiny_shards):
     path = tmp_path / "run"
     failing = Failing(monkeypatch, at=30, stays=True)
     with pytest.warns(hookstore.CaptureWarning, match="the writer failed with OSError: .*No space left"):
-        durable, error = train(path, failing, batches=40, flush_every=1000, on_error="disable")
+        _durable, error = train(path, failing, batches=40, flush_every=1000, on_error="disable")
     assert error is None, "training goes on"
     assert failing.fired
     check(path, [])
@@ -168,7 +168,7 @@ def test_a_directory_that_is_deleted(tmp_path, what):
     model(1.0)
     recorder.flush()
     shutil.rmtree({"all of it": path, "the layers": path / "layers", "the journal": path / "journal"}[what])
-    with pytest.raises(OSError, match="deleted while it was being written|No such file or directory"):  # noqa: PT012
+    with pytest.raises(OSError, match="deleted while it was being written|No such file or directory"):
         for number in range(1000):
             model(float(number))
         recorder.flush()
@@ -229,7 +229,7 @@ def test_recording_stops_by_itself_before_the_limit(tmp_path, size, codec):
     path, limit = tmp_path / "run", 6_000_000
     model = nn.Identity()
     largest = 0
-    with pytest.warns(hookstore.CaptureWarning, match=r"recording stopped in epoch 0, batch \d+: .*max_bytes=6,000,000"):  # noqa: PT031
+    with pytest.warns(hookstore.CaptureWarning, match=r"recording stopped in epoch 0, batch \d+: .*max_bytes=6,000,000"):
         with hookstore.record(model, path, layers="", buffer_bytes=1 << 20, max_bytes=limit, codec=codec) as recorder:
             for batch in recorder.batches(range(max(40, 60_000_000 // (4 * size + 8000))), epoch=0):
                 model(torch.full((size,), float(batch)) if codec is None else torch.randn(size))
@@ -256,10 +256,10 @@ def test_what_is_there_counts_and_a_larger_limit_lets_it_go_on(tmp_path):
     with hookstore.record(model, path, layers="", buffer_bytes=1 << 20) as recorder:
         for batch in recorder.batches(range(20), epoch=0):
             model(torch.full((50_000,), float(batch)))
-    with pytest.warns(hookstore.CaptureWarning, match="recording stopped in epoch 1, batch 0"):  # noqa: PT031
-        with hookstore.record(model, path, layers="", buffer_bytes=1 << 20, max_bytes=4_000_000, mode="a") as recorder:
-            for batch in recorder.batches(range(20), epoch=1):
-                model(torch.full((50_000,), float(batch)))
+    recorder = hookstore.record(model, path, layers="", buffer_bytes=1 << 20, max_bytes=4_000_000, mode="a")
+    with pytest.warns(hookstore.CaptureWarning, match="recording stopped in epoch 1, batch 0"), recorder:
+        for batch in recorder.batches(range(20), epoch=1):
+            model(torch.full((50_000,), float(batch)))
     with hookstore.record(model, path, layers="", buffer_bytes=1 << 20, max_bytes=40_000_000, mode="a") as recorder:
         for batch in recorder.batches(range(20), epoch=1):
             model(torch.full((50_000,), float(batch)))
