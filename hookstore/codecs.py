@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numcodecs
+import numpy as np
 
 from hookstore.errors import OptionError
 from hookstore.format import DTYPES
@@ -102,8 +103,8 @@ def decode(made: Any, encoded: memoryview, num_bytes: int) -> memoryview:
     if isinstance(made, numcodecs.GZip):
         unpacker = zlib.decompressobj(wbits=31)
         contents = unpacker.decompress(encoded, num_bytes + 1)
-        if len(contents) == num_bytes and not unpacker.eof:
-            raise ValueError(f"the chunk does not end after {num_bytes:,} bytes")
+        if len(contents) != num_bytes or not unpacker.eof:
+            raise ValueError(f"the chunk does not have {num_bytes:,} bytes")
         return memoryview(contents)
     if isinstance(made, numcodecs.Blosc):
         claimed, stored = int.from_bytes(encoded[4:8], "little"), int.from_bytes(encoded[12:16], "little")
@@ -113,7 +114,9 @@ def decode(made: Any, encoded: memoryview, num_bytes: int) -> memoryview:
         claimed = _zstd_content_bytes(encoded)
     if claimed != num_bytes:
         raise ValueError(f"the chunk claims {claimed:,} bytes, its shape needs {num_bytes:,}")
-    return memoryview(made.decode(encoded)).cast("B")
+    room = np.empty(num_bytes, dtype=np.uint8)  # given to the codec, which would else make some for all frames that follow the first
+    made.decode(encoded, room)
+    return memoryview(room)  # type: ignore[arg-type]  # an ndarray is a buffer
 
 
 def _zstd_content_bytes(frame: memoryview) -> int:
