@@ -57,6 +57,11 @@ def read_description(run_path: str) -> dict[str, Any]:
         _check_layers(description["layers"])
     except _NONSENSE as error:
         raise CorruptRunError(f"{file_path} lists no layers as this format has them: {error!r}", path=file_path) from error
+    recorded = description.get("recorded", {})
+    if not all(isinstance(said, dict) for said in (recorded, description.get("environment", {}))) or not isinstance(
+        recorded.get("codec"), dict | None
+    ):
+        raise CorruptRunError(f"{file_path} does not say what was recorded, as this format does", path=file_path)
     return description
 
 
