@@ -8,20 +8,25 @@ durable elsewhere.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from hookstore.arrays import ArrayStore
 from hookstore.errors import CorruptRunError
-from hookstore.files import leads_outside, sync_directory, sync_paths, system
+from hookstore.files import leads_outside, sync_directory, sync_paths, system, write_new
 from hookstore.format import (
+    CRC_BYTES,
     DAMAGED_DIR,
     JOURNAL_DIR,
+    LARGEST_COORDINATE,
     LAYERS_DIR,
     LOCK_FILE,
     MAKING_PREFIX,
@@ -208,6 +213,8 @@ def check_directories(run_path: str) -> None:
         directory = os.path.join(run_path, name)
         if leads_outside(run_path, directory):
             raise CorruptRunError(f"{directory} leads out of the run, to {os.path.realpath(directory)}", path=directory)
+        if os.path.lexists(directory) and not os.path.isdir(directory):
+            raise CorruptRunError(f"{directory} is no directory", path=directory)
 
 
 def take_up(run_path: str, report: RecoveryReport, *, thorough: bool, progress: Progress | None = None) -> Leftover:
@@ -244,6 +251,9 @@ class _TakeUp:
         self.is_manifest_whole = True
 
     def run(self, *, thorough: bool) -> Leftover:
+        for directory in (self.layers_path, os.path.join(self.run_path, MANIFEST_DIR)):
+            if not os.path.isdir(directory):
+                system.mkdir(directory)
         self._find_files()
         segments, damaged_parts = self._find_manifest()
         self.report.was_finished = not segments and not any(self.hidden.values())
@@ -293,7 +303,7 @@ class _TakeUp:
         except CorruptRunError as error:
             self._problem(f"{error}; its shards are left as they are")
             return
-        names = _names(directory)
+        names = [name for name in _names(directory) if _is_regular(os.path.join(directory, name))]
         self.sealed[array] = {name for name in names if is_shard_key(name)}
         self.broken[array] = set()
         self.hidden[array] = {key for name in names if (key := parse_unsealed_name(name)) is not None}
@@ -433,7 +443,9 @@ class _TakeUp:
                     self.broken[array].add(key)
                     continue
                 is_new = ~np.isin(np.asarray(carried["offset"].combine_chunks()), offsets[groups.of(array, key)])
-                is_new &= np.array([(row["array"], row["shard"]) == (array, key) for row in carried.select(["array", "shard"]).to_pylist()])
+                is_new &= np.array(
+                    [(row["array"], row["shard"]) == (array, key) for row in carried.select(["array", "shard"]).to_pylist()], dtype=bool
+                )
                 if is_new.any():
                     found.append(carried.filter(pa.array(is_new)))
         if found:
@@ -460,11 +472,18 @@ class _TakeUp:
             for key in sorted(self.hidden[array] | self.broken[array]):
                 positions = groups.of(array, key)
                 mine = rows.take(pa.array(positions[is_captured[positions]]))
+                mine = mine.filter(pa.array(self._are_inside(array, key, mine)))
                 mend = self._make_whole if key in self.hidden[array] else self._give_index
                 keep = mend(array, key, mine)
                 if keep:
                     unsealed.append(Unsealed(spec, parse_shard_key(key, len(spec.shard_shape)), mine))
         return unsealed
+
+    def _are_inside(self, array: str, key: str, rows: pa.Table) -> np.ndarray[Any, Any]:
+        """Say which rows have their captures in what is there of a shard; others would make it as long as they please."""
+        offsets, lengths = (np.asarray(rows[name].combine_chunks(), dtype=np.int64) for name in ("offset", "length"))
+        size = max(os.path.getsize(path) for path in self._files_of(array, key))
+        return np.asarray((offsets >= 0) & (lengths > CRC_BYTES) & (lengths <= size) & (offsets <= size - lengths))
 
     def _make_whole(self, array: str, key: str, rows: pa.Table) -> bool:
         """See to the clone of a sealed shard, or a hidden shard; say whether it is to be gone on with."""
@@ -502,7 +521,11 @@ class _TakeUp:
             return False
         self._problem(f"shard {path} has no index that can be read; it gets a new one, since the manifest has its rows")
         directory = os.path.dirname(path)
-        clone_file(path, os.path.join(directory, cloning_name(key)), os.path.join(directory, unsealed_name(key)))
+        cloning = os.path.join(directory, cloning_name(key))
+        write_new(cloning, b"")  # what is in the file beside its captures is not known, and may be any amount
+        _copy_pieces(path, cloning, list(zip(offsets.tolist(), lengths.tolist(), strict=True)))
+        sync_paths([cloning], self.run_path)
+        system.replace(cloning, os.path.join(directory, unsealed_name(key)))
         return True
 
     def _seen(self, rows: pa.Table) -> dict[str, tuple[int, int, int]]:
@@ -514,7 +537,7 @@ class _TakeUp:
         for code, text in enumerate(texts):
             of_array = codes == code
             if text and of_array.any():
-                seen[text] = tuple(int(column[of_array].max()) + 1 for column in columns)
+                seen[text] = tuple(min(max(int(column[of_array].max()), 0) + 1, LARGEST_COORDINATE) for column in columns)
         return seen  # type: ignore[return-value]  # three each
 
     # Files --------------------------------------------------------------------------------------------------------
@@ -549,8 +572,18 @@ class _TakeUp:
 def _names(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return []
+
+
+def _is_regular(path: str) -> bool:
+    """Say whether there is a file of bytes, not a link to one or a pipe."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _mark_of_death(rows: pa.Table) -> pa.Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -358,5 +359,7 @@ def _tuples(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
 def _names(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return []
