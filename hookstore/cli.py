@@ -32,13 +32,18 @@ def _main() -> None:
     """Look into runs that hookstore recorded, and measure what recording can do here."""
 
 
+def _plain(value: object) -> str:
+    """Return what comes with a run as it can be printed: neither markup nor what terminals obey."""
+    return escape("".join(character if character.isprintable() else "\ufffd" for character in str(value)))
+
+
 @contextlib.contextmanager
 def _errors_in_one_line() -> Iterator[None]:
     """Print what the user can mend as a line, and exit with 1."""
     try:
         yield
     except (HookstoreError, OSError) as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/]: {_plain(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -52,37 +57,38 @@ def info(run: Annotated[Path, typer.Argument(help="directory of a run", show_def
 def _print_info(held: hookstore.RunInfo, console: Console) -> None:
     recorded = held.description.get("recorded", {})
     environment = held.description.get("environment", {})
-    console.print(f"[bold]{escape(held.path)}[/] · {held.state} · recorded {held.description.get('created', '?')}", soft_wrap=True)
+    console.print(f"[bold]{_plain(held.path)}[/] · {held.state} · recorded {_plain(held.description.get('created', '?'))}", soft_wrap=True)
     console.print(
-        f"model {held.description.get('model', '?')}, every {recorded.get('every', '?')}, codec {(recorded.get('codec') or {}).get('name', 'none')}"
+        f"model {_plain(held.description.get('model', '?'))}, every {_plain(recorded.get('every', '?'))}, "
+        f"codec {_plain((recorded.get('codec') or {}).get('name', 'none'))}"
     )
-    console.print(", ".join(f"{name} {version}" for name, version in environment.items()))
+    console.print(", ".join(f"{_plain(name)} {_plain(version)}" for name, version in environment.items()))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("layer", "kind", "captures", "gaps", "shape", "dtype", "MB", "epochs", "phases"):
         table.add_column(heading, justify="right" if heading in ("captures", "gaps", "MB") else "left")
     for group in held.groups:
         shapes = ["×".join(map(str, shape)) or "()" for shape in group["shapes"]]
         table.add_row(
-            escape(repr(group["layer"]) if group["layer"] == "" else group["layer"]),
-            group["kind"],
+            _plain(repr(group["layer"]) if group["layer"] == "" else group["layer"]),
+            _plain(group["kind"]),
             f"{group['captures']:,}",
             f"{group['gaps']:,}" if group["gaps"] else "",
             ", ".join(shapes[-3:]) + (" …" if len(shapes) > 3 else ""),
-            ", ".join(group["dtypes"]),
+            _plain(", ".join(group["dtypes"])),
             f"{group['nbytes'] / 1e6:.1f}",
             f"{group['epochs'][0]} – {group['epochs'][-1]}" if len(group["epochs"]) > 1 else ", ".join(map(str, group["epochs"])),
-            ", ".join(group["phases"]),
+            _plain(", ".join(group["phases"])),
         )
     console.print(table)
     gaps = {status: count for status, count in held.statuses.items() if status != "ok"}
-    noted = f"; {', '.join(f'{count:,} {status}' for status, count in gaps.items())}" if gaps else ""
+    noted = f"; {', '.join(f'{count:,} {_plain(status)}' for status, count in gaps.items())}" if gaps else ""
     console.print(f"{held.num_captures:,} captures, {held.nbytes:,} bytes{noted}")
     if held.state == "unfinished":
         console.print(
             "the recording was killed: all that was acknowledged is here; `hookstore recover` makes it whole for plain Zarr readers"
         )
     for partial in held.partial_batches[:_MOST_SHOWN]:
-        console.print(f"cut short: {partial.phase} epoch {partial.epoch}, batch {partial.batch}: {escape(partial.reason)}", soft_wrap=True)
+        console.print(f"cut short: {partial.phase} epoch {partial.epoch}, batch {partial.batch}: {_plain(partial.reason)}", soft_wrap=True)
 
 
 @app.command()
@@ -97,7 +103,7 @@ def verify(
     took_s = time.perf_counter() - started
     console = Console()
     for fault in found.faults[:_MOST_SHOWN]:
-        console.print(f"[red]fault[/] {escape(str(fault))}", soft_wrap=True)
+        console.print(f"[red]fault[/] {_plain(str(fault))}", soft_wrap=True)
     if found.num_faults > _MOST_SHOWN:
         console.print(f"and {found.num_faults - _MOST_SHOWN:,} more")
     rate = f"{found.num_bytes / 1e6 / took_s:,.0f} MB/s"
@@ -117,7 +123,7 @@ def recover(run: Annotated[Path, typer.Argument(help="directory of a run that wa
         report = hookstore.recover(run, progress=show)
     console = Console()
     for problem in report.problems:
-        console.print(f"[yellow]found[/] {escape(problem)}", soft_wrap=True)
+        console.print(f"[yellow]found[/] {_plain(problem)}", soft_wrap=True)
     counts = (
         (report.num_from_journal, "manifest rows from the journal"),
         (report.num_from_shards, "manifest rows from shards that carried them"),
@@ -128,7 +134,7 @@ def recover(run: Annotated[Path, typer.Argument(help="directory of a run that wa
     for count, what in counts:
         if count:
             console.print(f"{count:,} {what}")
-    console.print(f"{escape(report.path)} {'was finished already' if report.was_finished else 'is finished'}", soft_wrap=True)
+    console.print(f"{_plain(report.path)} {'was finished already' if report.was_finished else 'is finished'}", soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -150,7 +156,7 @@ def bench(
     from hookstore.bench import advice, measure
 
     console = Console()
-    console.print(f"measuring {escape(str(directory))} for about {seconds:.0f} s", soft_wrap=True)
+    console.print(f"measuring {_plain(str(directory))} for about {seconds:.0f} s", soft_wrap=True)
     import_s = time.perf_counter() - started  # torch's is most of it
     with _errors_in_one_line():
         measured = measure(directory, seconds=max(seconds - import_s, 1.0))

@@ -84,7 +84,7 @@ class Owner:
     def read(cls, path: str) -> Owner | None:
         """Read who holds a lock; ``None`` where there is none, or what there is makes no sense."""
         try:
-            held: Any = json.loads(read_small(path, _MOST_BYTES))
+            held: Any = json.loads(read_small(path, _MOST_BYTES, os.path.dirname(os.path.dirname(path))))
             owner = cls(**{field.name: held[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
