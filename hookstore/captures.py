@@ -289,7 +289,7 @@ class Captures:
         """Leaf paths that were captured."""
         return sorted(pc.unique(self._index.coded["leaf"]).to_pylist())
 
-    @cached_property
+    @property
     def _index(self) -> RowIndex:
         indexes = self.run._indexes
         key = (self.layer, self.kind)

@@ -19,6 +19,7 @@ import socket
 import time
 import uuid
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -151,15 +152,32 @@ def holder(run_path: str, *, may_write: bool = False) -> Owner | None:
     """
     path = lock_path(run_path)
     owner = Owner.read(path)
-    if owner is None:
-        return None
+    return owner if owner is not None and _lives(owner, path, may_write=may_write) else None
+
+
+def _lives(owner: Owner, path: str, *, may_write: bool) -> bool:
+    """Say whether a lock counts."""
     lives = owner.lives()
     if lives and owner.pid == os.getpid():
-        lives = owner.token in {lock.token for lock in _HELD if lock.is_held}  # it may be that it could not be removed
+        return owner.token in {lock.token for lock in _HELD if lock.is_held}  # it may be that it could not be removed
     if lives is None:
         age_s = _age_s(path, may_write=may_write)
-        lives = _is_flocked(path) or (age_s is not None and age_s < STALE_S)
-    return owner if lives else None
+        return _is_flocked(path) or (age_s is not None and age_s < STALE_S)
+    return lives
+
+
+@contextlib.contextmanager
+def _in_turn(directory: str) -> Iterator[None]:
+    """Let those that want the lock at once, on one machine, try it one after another; whoever dies in between lets the next one in."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC) if fcntl is not None else -1
+    try:
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # a file system without it
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class RunLock:
@@ -197,25 +215,31 @@ class RunLock:
         return self._descriptor >= 0
 
     def _acquire(self) -> None:
-        own = f"{self._path}.{self._owner.token}"
-        write_new(own, self._contents)  # the lock appears with its contents, all at once
-        try:
-            for _ in range(3):
-                if self._link(own):
-                    break
-                found = holder(self._run_path, may_write=True)
-                if found is not None:
-                    raise self._refusal(found)
-                self._take_over(own)
-            else:
-                raise self._refusal(Owner.read(self._path))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                system.unlink(own)
-        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without it
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        own = f"{self._path}.{self.token}"
+        with _in_turn(os.path.dirname(self._path)):
+            write_new(own, self._contents)  # the lock appears with its contents, all at once
+            try:
+                for _ in range(3):
+                    if self._link(own):
+                        break
+                    found = Owner.read(self._path)
+                    if found is not None and _lives(found, self._path, may_write=True):
+                        raise self._refusal(found)
+                    self._take_over(own, found)
+                else:
+                    raise self._refusal(Owner.read(self._path))
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    system.unlink(own)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # a file system without it
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = Owner.read(self._path)
+        if found is None or found.token != self.token:  # taken over at the same time, where turns cannot be taken
+            os.close(descriptor)
+            raise self._refusal(found)
+        self._descriptor = descriptor
 
     def _link(self, own: str) -> bool:
         """Make the lock if there is none; say whether that was so."""
@@ -232,16 +256,15 @@ class RunLock:
                 file.write(self._contents)
         return True
 
-    def _take_over(self, own: str) -> None:
-        """Remove the lock of a dead process; of several that try it at once, one does so."""
-        stale = Owner.read(self._path)
+    def _take_over(self, own: str, stale: Owner | None) -> None:
+        """Remove the lock of a dead process, and no other; of several that try it at once, one does so."""
         aside = f"{self._path}.stale"
         try:
             os.link(own, aside)
         except FileExistsError:
-            age_s = _age_s(aside, may_write=True)
-            if age_s is None or age_s < STALE_S:
-                raise self._refusal(Owner.read(aside)) from None
+            other = Owner.read(aside)
+            if other is not None and other.lives() is not False and (_age_s(aside, may_write=True) or 0.0) < STALE_S:
+                raise self._refusal(other) from None
             with contextlib.suppress(FileNotFoundError):
                 system.unlink(aside)  # who was about to take the lock over has died as well
             return

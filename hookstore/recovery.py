@@ -43,7 +43,7 @@ from hookstore.format import (
     parse_unsealed_name,
     unsealed_name,
 )
-from hookstore.lock import STALE_S, RunLock
+from hookstore.lock import STALE_S, Owner, RunLock
 from hookstore.manifest import (
     CODED_SCHEMA,
     SCHEMA,
@@ -334,8 +334,8 @@ class _TakeUp:
             key = parse_segment_name(name)
             if key is not None:
                 segments[key] = os.path.join(directory, name)
-            elif name.startswith(f"{LOCK_FILE}.") and time.time() - os.path.getmtime(os.path.join(directory, name)) > STALE_S:
-                self._remove(os.path.join(directory, name))  # what is left of somebody's try to take the lock
+            elif name.startswith(f"{LOCK_FILE}.") and _is_left(os.path.join(directory, name)):
+                self._remove(os.path.join(directory, name))
         self.used.update(segments)
         return segments, damaged
 
@@ -576,6 +576,17 @@ def _names(directory: str) -> list[str]:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         return []
+
+
+def _is_left(path: str) -> bool:
+    """Say whether a file is what is left of a dead process's try to take the lock."""
+    owner = Owner.read(path)
+    if owner is not None and owner.lives() is False:
+        return True
+    try:
+        return time.time() - os.path.getmtime(path) > STALE_S
+    except OSError:  # it is gone
+        return False
 
 
 def _is_regular(path: str) -> bool:

@@ -243,6 +243,7 @@ class Clock:
         if self._position.where is None:
             phase = self._phase()
             self._counted[phase] += 1
+            self._abandoned = []
             self._position.resolved.pop(phase, None)
             here = self.here()
             self.was_due |= here is not None
@@ -375,7 +376,9 @@ class Placed:
     def __enter__(self) -> None:
         self._frame.is_bare = False
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        if kind is not None:
+            self._clock._abandoned = _called(self._frame.position)
         self._clock._leave(self._frame)
 
 

@@ -42,6 +42,7 @@ _FIRST_BYTES = 32 << 20  # of the arena: enough to keep the disk busy
 _USUAL_TOUCH_S_PER_BYTE = 0.25e-9
 _MOST_TOUCH_S_PER_BYTE = 4e-9
 _LONGEST_GRACE_S = 0.003
+_MOST_INTERRUPTS = 64
 _STEP_BYTES = 2 << 20  # by which more is used at least: a huge page
 
 
@@ -196,7 +197,7 @@ class _Room:
         waiter.acquire()
         self._waiters.append(waiter)
         held = (1, threading.get_ident())
-        interrupt: KeyboardInterrupt | None = None
+        interrupt: BaseException | None = None
         try:
             self._lock._release_save()
             return waiter.acquire(timeout=timeout_s)
@@ -208,7 +209,7 @@ class _Room:
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
                     break
-                except KeyboardInterrupt as error:
+                except BaseException as error:  # from a signal handler: nothing else raises here
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
@@ -488,13 +489,13 @@ class Stager:
         return self._devices.of(tensor).copy(chunk, tensor)
 
     def _hand_over_for_sure(self, region: Region, slot: int, *, copied: bool) -> None:
-        """Hand a slot over even if the user interrupts just then; the writer would wait for it for ever."""
-        interrupt: KeyboardInterrupt | None = None
-        while True:
+        """Hand a slot over even if a signal handler raises just then; the writer would wait for it for ever."""
+        interrupt: BaseException | None = None
+        for _ in range(_MOST_INTERRUPTS):
             try:
                 self._hand_over(region, slot, copied=copied)
                 break
-            except KeyboardInterrupt as error:
+            except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
