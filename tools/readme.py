@@ -26,7 +26,9 @@ def layout() -> str:
       {spec.MANIFEST_DIR}/
         {spec.part_name(0, 0, 0, 0x1B2C3D4E)}  manifest rows; rank, attempt, number, crc32c of the file
       {spec.JOURNAL_DIR}/                       only while recording, or after a kill
-        {spec.segment_name(0, 0, 1)}   rows that are in no part yet"""
+        {spec.segment_name(0, 0, 1)}   rows that are in no part yet
+        {spec.LOCK_FILE}                    who writes: host, boot, process
+      {spec.DAMAGED_DIR}/                       only after `hookstore recover` found something broken: it is put aside there"""
 
 
 def rules() -> str:
@@ -56,8 +58,10 @@ def rules() -> str:
   `{spec.TRAILER_FORMAT}`) that leads to the shard's own manifest rows, an Arrow IPC stream. Batches that were not recorded are missing chunks: no bytes, no row.
 - **Journal.** Frames of `{spec.FRAME_FORMAT}` (payload length, kind, crc32c over both and the payload) and the payload: kind {spec.FRAME_SCHEMA} the Arrow schema,
   {spec.FRAME_ROWS} an Arrow record batch, {spec.FRAME_SYNC} a sync mark (`{spec.SYNC_FORMAT}`: rows of the segment that are durable). Reading ends at the first frame that is torn;
-  a damaged one that whole frames follow is left out with a warning.
-  A segment of {spec.SEGMENT_ROWS:,} rows becomes a part."""
+  a damaged one is left out with a warning.
+  A segment of {spec.SEGMENT_ROWS:,} rows becomes a part.
+- **Going on.** A run that is taken up again writes segments and parts of the next attempt. Unsealed shards grow at the next multiple of {spec.PAGE_BYTES:,}; a sealed one is cloned, keeps all its offsets, gets
+  rows and an index for everything behind them, and is renamed over. Of several chunks for one epoch, batch and call the index has the latest; the manifest has all."""
 
 
 def dtype_table() -> str:
