@@ -22,6 +22,7 @@ import ctypes
 import mmap
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -89,6 +90,15 @@ class FreeList:
             self._holes[index][1] = self._holes.pop(index + 1)[1]
         if index and self._holes[index - 1][1] == offset:
             self._holes[index - 1][1] = self._holes.pop(index)[1]
+
+    def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Make the holes anew from what is taken: offset and size of each piece."""
+        self._holes, start = [], 0
+        for offset, num_bytes in [*sorted(taken), (self.num_bytes, 0)]:
+            if offset > start:
+                self._holes.append([start, offset])
+            start = offset + align(num_bytes, self._alignment)
+        self.free_bytes = sum(end - start for start, end in self._holes)
 
 
 class Transfer(Protocol):

@@ -40,12 +40,12 @@ from hookstore.format import (
 )
 from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
-from hookstore.lock import RunLock
+from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Batches, Budget, Clock, Placed, Schedule, When
 from hookstore.selection import Layer, LayerPattern, select_layers
-from hookstore.signals import FlushOnSigterm
+from hookstore.signals import FlushOnSigterm, check_main_thread
 from hookstore.sink import TORCH_DTYPES, Sink
 from hookstore.staging import Stager
 from hookstore.writer import Writer
@@ -185,6 +185,7 @@ def record(
         raise OptionError(f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}", option="max_bytes")
     if on_sigterm is not None:
         _check_choice("on_sigterm", on_sigterm, ("flush",))
+        check_main_thread()
     codecs = {name: codec_metadata(codec, name) for name in DTYPES}
     selected = select_layers(model, layers)
     description = {
@@ -288,10 +289,11 @@ class Recorder:
         self._hooks = ModelHooks(model, layers, kinds, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
-        self._sigterm = FlushOnSigterm(self._flush_before_death) if flush_on_sigterm else None
         self._writer.start()
         self._hooks.update()
         _ACTIVE.add(self)
+        self._handled = sys.exc_info()[1]  # what is being handled around the whole recording does not end it
+        self._sigterm = FlushOnSigterm(self._flush_before_death) if flush_on_sigterm else None
 
     def _encode(self, array: Array, chunk: memoryview) -> bytes:
         return self._writer.encoder.encode(array, chunk)
@@ -381,6 +383,10 @@ class Recorder:
         BaseException
             What stopped the writer, as it was raised there.
         """
+        self._close(sys.exc_info()[1])
+
+    def _close(self, error: BaseException | None) -> None:
+        """Close; ``error`` is what ends the recording before its time."""
         if self._is_closed:
             return
         self._stager.check_not_staging("close()")
@@ -390,19 +396,18 @@ class Recorder:
             return
         if self._sigterm is not None:
             self._sigterm.remove()
-        error = sys.exc_info()[1]
-        if error is not None:
+        if error is not None and error is not self._handled:
             self._sink.mark_partial(f"{type(error).__name__} ended the recording in this batch; captures of it may be missing")
         was_active = self._sink.is_active
         self._hooks.remove()
         _ACTIVE.discard(self)
         try:
             self._writer.stop()
-        except BaseException as error:
+        except BaseException as failure:
             if not self._disable_on_failure:
                 raise
             if was_active:
-                self._turn_off(error)
+                self._turn_off(failure)
             return
         self._warn_about_silent_layers()
 
@@ -422,7 +427,7 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
-            self.close()
+            self._close(error)
         except BaseException as failure:
             if error is None:
                 raise
@@ -437,7 +442,7 @@ class Recorder:
                 f"selected layers with 0 calls: {shown}. Nothing was captured of them: their forward is called directly, their weights are used by "
                 "another module, or they were compiled",
                 CaptureWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _check_open(self) -> None:
@@ -519,8 +524,10 @@ def _create_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
     with contextlib.suppress(FileExistsError):
         system.mkdir(run_path)
     if not os.path.isdir(run_path) or _holds_something(run_path):
+        owner = holder(run_path)
+        writes = "" if owner is None else f"; process {owner.pid} on host {owner.host} is writing to it"
         raise RunExistsError(
-            f"{run_path} exists already{'' if os.path.isdir(run_path) else ' and is no directory'}; record into a new directory, delete it first, "
+            f"{run_path} exists already{'' if os.path.isdir(run_path) else ' and is no directory'}{writes}; record into a new directory, delete it first, "
             "or go on with it by mode='a'",
             path=run_path,
         )

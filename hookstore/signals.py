@@ -13,6 +13,14 @@ from typing import Any
 from hookstore.errors import OptionError
 
 
+def check_main_thread() -> None:
+    """Raise `OptionError` outside the main thread, where Python sets no handlers of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        raise OptionError(
+            "on_sigterm: a handler can only be set in the main thread; call record() there, or leave on_sigterm out", option="on_sigterm"
+        )
+
+
 class FlushOnSigterm:
     """A handler of SIGTERM that flushes, and then lets happen what would have happened without it.
 
@@ -23,11 +31,6 @@ class FlushOnSigterm:
     ----------
     flush : callable
         Makes everything durable; is told whether the process will end by the signal.
-
-    Raises
-    ------
-    OptionError
-        Outside the main thread, where Python sets no handlers.
     """
 
     def __init__(self, flush: Callable[[bool], None]) -> None:

@@ -164,9 +164,10 @@ class Oversize:
 class Piece:
     """Some bytes of an `Oversize` capture in the arena. All but the last are whole pages."""
 
-    __slots__ = ("length", "num_bytes", "offset", "oversize", "queued", "start", "transfer")
+    __slots__ = ("length", "num_bytes", "offset", "oversize", "queued", "start", "thread", "transfer")
 
     def __init__(self, oversize: Oversize, start: int, length: int, offset: int, num_bytes: int) -> None:
+        self.thread = threading.get_ident()
         self.oversize = oversize
         self.start = start
         self.length = length
@@ -218,6 +219,15 @@ class _Room:
         """Wake everyone who waits."""
         while self._waiters:
             self._waiters.popleft().release()
+
+
+class _Ticket:
+    """The place of a thread in the line of those that wait for room."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class Stager:
@@ -274,7 +284,7 @@ class Stager:
         self._free = FreeList(min(self.arena_bytes, _FIRST_BYTES) if is_untouched else self.arena_bytes, PAGE_BYTES)
         self._lock = threading.RLock()  # so that a signal handler may ask for the progress
         self._room = _Room(self._lock)
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[_Ticket] = deque()
         self._num_arrays = 0  # that have had a region
         self._open: dict[
             Region, None
@@ -305,8 +315,8 @@ class Stager:
             What stopped the writer, as it was raised there.
         """
         thread = threading.get_ident()
-        self._staging_threads.add(thread)
         try:
+            self._staging_threads.add(thread)
             self._stage(capture, tensor, epoch_batches)
         finally:
             self._staging_threads.discard(thread)
@@ -326,8 +336,8 @@ class Stager:
         if self.failure is not None:
             raise self.failure
         thread = threading.get_ident()
-        self._staging_threads.add(thread)
         try:
+            self._staging_threads.add(thread)
             return not self._stage_slot(array, call, backward, array.spec.chunk_shape, time.time_ns() // 1000, tensor)
         finally:
             self._staging_threads.discard(thread)
@@ -364,8 +374,8 @@ class Stager:
         if not source:
             return False
         thread = threading.get_ident()
-        self._staging_threads.add(thread)
         try:
+            self._staging_threads.add(thread)
             with self._lock:
                 region = self._region_for(array, call)
                 if region is None:
@@ -547,7 +557,7 @@ class Stager:
 
     def _open_region(self, array: Array, shard: tuple[int, ...]) -> Region | None:
         """Return an open region with a free slot, waiting for room if need be, or ``None`` if the capture is to be dropped."""
-        ticket: object | None = None
+        ticket: _Ticket | None = None
         grow_at = time.monotonic() + self._patience_s(_smallest_region(array))
         try:
             while True:
@@ -566,13 +576,17 @@ class Stager:
                     if self._drop:
                         return None
                 if ticket is None:  # wait in the order of arrival, so that a large capture is not starved
-                    ticket = object()
+                    ticket = _Ticket()
                     self._waiting.append(ticket)
                 self._wait_for_room(_smallest_region(array), grow_at)
         finally:
             if ticket is not None:
-                self._waiting.remove(ticket)
-                self._room.notify_all()
+                self._leave_line(ticket)
+
+    def _leave_line(self, ticket: _Ticket) -> None:
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        self._room.notify_all()
 
     def _next_region_bytes(self, array: Array) -> int:
         """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
@@ -675,36 +689,29 @@ class Stager:
         longest = min(_PIECE_BYTES, max(PAGE_BYTES, self.arena_bytes // 2 // PAGE_BYTES * PAGE_BYTES))
         for start in range(0, num_bytes, longest):
             length = min(longest, num_bytes - start)
-            piece: Piece | None = None
-            try:
-                piece = self._take_piece(oversize, start, length)
-                with torch.inference_mode(mode=False):
-                    target = self._arena[piece.offset : piece.offset + length]
-                piece.transfer = self._devices.of(flat).copy(target, flat[start : start + length])
-                piece.queued = True
-                self.queue.put(piece)
-            except BaseException:
-                if piece is not None and not piece.queued:
-                    self.release(piece)
-                raise
+            piece = self._take_piece(oversize, start, length)  # if what follows raises, the writer finds it
+            with torch.inference_mode(mode=False):
+                target = self._arena[piece.offset : piece.offset + length]
+            piece.transfer = self._devices.of(flat).copy(target, flat[start : start + length])
+            piece.queued = True
+            self.queue.put(piece)
         with self._lock:
             self._num_handed_over += 1
             self._handed_over_bytes += array.chunk_bytes
 
     def _take_piece(self, oversize: Oversize, start: int, length: int) -> Piece:
         num_bytes = align(length + CRC_BYTES if start + length == oversize.num_bytes else length, PAGE_BYTES)
-        ticket = object()
+        ticket = _Ticket()
         with self._lock:
-            self._waiting.append(ticket)
             grow_at = time.monotonic() + self._patience_s(num_bytes)
             try:
+                self._waiting.append(ticket)
                 while self._waiting[0] is not ticket or (offset := self._free.take(num_bytes)) is None:
                     if self._free.num_bytes == self.arena_bytes:
                         self._close_if_writer_is_idle()
                     self._wait_for_room(num_bytes, grow_at)
             finally:
-                self._waiting.remove(ticket)
-                self._room.notify_all()
+                self._leave_line(ticket)
             piece = Piece(oversize, start, length, offset, num_bytes)
             self._outstanding[piece] = None
         return piece
@@ -722,9 +729,10 @@ class Stager:
 
     def close_regions(self, *, older_than_s: float = 0.0) -> None:
         """Hand over the open regions that hold something and were opened at least that long ago."""
-        if not self._outstanding:
+        if not self._outstanding and not self._waiting:
             return
         with self._lock:
+            self._mend()
             latest = time.monotonic() - older_than_s
             for region in list(self._open):  # in the order in which they were opened
                 if region.opened_at > latest:
@@ -733,10 +741,29 @@ class Stager:
                     self._close_region(region)
             for region in list(self._closing):
                 for slot, thread in list(region.pending.items()):
-                    if thread not in self._staging_threads:  # an interrupt kept it from handing the slot over
+                    if thread not in self._staging_threads:
                         region.holes.add(slot)
                         del region.pending[slot]
                 self._queue_if_done(region)
+
+    def _mend(self) -> None:
+        """Put right what an interrupt (Ctrl-C) can leave behind at any instant of a capture: places in line, regions and pieces that nobody knows of."""
+        for ticket in list(self._waiting):
+            if ticket.thread not in self._staging_threads:
+                self._waiting.remove(ticket)
+        for staged in list(self._outstanding):
+            if staged.queued:
+                continue
+            if isinstance(staged, Piece):
+                if staged.thread not in self._staging_threads:
+                    self._free.give_back(staged.offset, staged.num_bytes)
+                    del self._outstanding[staged]
+            elif staged not in self._open and staged not in self._closing:
+                self._close_region(staged)
+        known_bytes = sum(align(staged.num_bytes, PAGE_BYTES) for staged in self._outstanding)
+        if known_bytes != self.used_bytes:
+            self._free.rebuild((staged.offset, staged.num_bytes) for staged in self._outstanding)
+        self._room.notify_all()  # one may have been missed
 
     def drain(self) -> None:
         """Hand over everything staged so far and return when the writer has taken it out of the arena.

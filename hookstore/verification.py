@@ -32,6 +32,7 @@ from hookstore.metadata import StoredArray, read_array, read_description
 from hookstore.shards import check_chunks, read_sealed
 
 _MOST_FAULTS = 10_000
+_OF_ARRAY = ("layer", "kind", "phase", "leaf", "dtype")  # what all rows of an array have in common
 _TRIES = 3  # shards of a live run are renamed while one looks
 
 Progress = Callable[[int, int, str], None]
@@ -178,18 +179,21 @@ class _Check:
             name: np.asarray(rows[name].combine_chunks())
             for name in ("epoch", "batch", "call", "attempt", "offset", "length", "crc32c", "nbytes")
         }
-        self.statuses = self._texts("status")
+        self.coded = {name: self._codes(name) for name in (*_OF_ARRAY, "status")}
+        shapes = rows["shape"].combine_chunks()
+        self.shape_ends, self.sizes = np.asarray(shapes.offsets), np.asarray(shapes.values)
+        codes, texts = self.coded["status"]
+        self.statuses = np.asarray(np.array([*texts, ""], dtype=object)[codes])
         found.num_captures = int((self.statuses == "ok").sum())
         found.num_lost = int((self.statuses == "lost").sum())
         found.num_gaps = len(self.statuses) - found.num_captures
         for position in np.flatnonzero(~np.isin(self.statuses, STATUSES)).tolist():
             found._add(self._fault(position, f"the manifest has status {self.statuses[position]!r}, which there is not", run_path))
 
-    def _texts(self, name: str) -> np.ndarray[Any, Any]:
+    def _codes(self, name: str) -> tuple[np.ndarray[Any, Any], list[str]]:
+        """Return a column of text as numbers that count into its texts."""
         column = self.rows[name].combine_chunks()
-        if not len(column):
-            return np.empty(0, dtype=object)
-        return np.asarray(np.array(column.dictionary.to_pylist(), dtype=object)[np.asarray(column.indices)])
+        return (np.asarray(column.indices), column.dictionary.to_pylist()) if len(column) else (np.empty(0, dtype=np.int32), [])
 
     def _fault(self, position: int, problem: str, path: str) -> Fault:
         row = self.rows.slice(position, 1).select(["layer", "kind", "phase"]).to_pylist()[0]
@@ -285,26 +289,38 @@ class _Check:
             yield from self._check_index(job, sealed, positions[in_sealed])
 
     def _check_rows(self, job: _Job, path: str) -> Iterator[Fault]:
-        """Hold what the rows say of their captures against the array's metadata."""
-        spec = job.stored.spec
+        """Hold what the rows say of their captures against the array's metadata; all of a shard's rows at once, since there may be very many."""
+        spec, positions = job.stored.spec, job.positions
+        place = np.stack([self.numbers[name][positions] for name in ("epoch", "batch", "call")])
         ranges = spec.shard_ranges(parse_shard_key(job.key, len(spec.shard_shape)))
-        rows = self.rows.take(pa.array(job.positions)).select(["layer", "kind", "phase", "leaf", "dtype", "shape"])
-        expected = (spec.layer, spec.kind, spec.phase, spec.leaf, spec.dtype)
-        for position, row in zip(job.positions.tolist(), _tuples(rows), strict=True):
-            shape = tuple(row[5])
-            place = [int(self.numbers[name][position]) for name in ("epoch", "batch", "call")]
-            if row[:5] != expected:
-                yield self._fault(position, f"the manifest says {row[:5]}, its array {expected}", path)
-            elif not all(number in allowed for number, allowed in zip(place, ranges, strict=True)):
-                yield self._fault(position, f"it is in shard {job.key}, where it does not belong", path)
-            elif len(shape) != len(spec.chunk_shape) or any(
-                not 0 <= size <= limit for size, limit in zip(shape, spec.chunk_shape, strict=True)
-            ):
-                yield self._fault(position, f"it has shape {shape}, which does not fit into chunks of {spec.chunk_shape}", path)
-            elif int(np.prod(shape, dtype=object)) * DTYPES[spec.dtype].itemsize != int(self.numbers["nbytes"][position]):
-                yield self._fault(position, f"the manifest gives it {int(self.numbers['nbytes'][position])} bytes for shape {shape}", path)
-            elif spec.codec is None and int(self.numbers["length"][position]) != spec.chunk_bytes + CRC_BYTES:
-                yield self._fault(position, f"its chunk has {int(self.numbers['length'][position])} bytes in the manifest", path)
+        lowest, ends = (np.array([[getattr(allowed, end)] for allowed in ranges]) for end in ("start", "stop"))
+        num_dims = len(spec.chunk_shape)
+        starts = self.shape_ends[positions]
+        has_dims = self.shape_ends[positions + 1] - starts == num_dims
+        sizes = np.zeros((len(positions), num_dims), dtype=np.int64)
+        sizes[has_dims] = self.sizes[starts[has_dims][:, None] + np.arange(num_dims)]
+        fits = has_dims & ((sizes >= 0) & (sizes <= np.array(spec.chunk_shape, dtype=np.int64))).all(axis=1)
+        nbytes = np.where(fits[:, None], sizes, 0).prod(axis=1) * DTYPES[spec.dtype].itemsize
+        expected = {name: getattr(spec, name) for name in _OF_ARRAY}
+        is_other = np.zeros(len(positions), dtype=bool)
+        for name, text in expected.items():
+            codes, texts = self.coded[name]
+            is_other |= codes[positions] != (texts.index(text) if text in texts else -1)
+        checks = (
+            (is_other, f"the manifest says it is something else than its array, which is {expected}"),
+            (((place < lowest) | (place >= ends)).any(axis=0), f"it is in shard {job.key}, where it does not belong"),
+            (~fits, f"it has a shape that does not fit into chunks of {spec.chunk_shape}"),
+            (fits & (nbytes != self.numbers["nbytes"][positions]), "the manifest gives it other bytes than its shape has"),
+            (
+                (self.numbers["length"][positions] != spec.chunk_bytes + CRC_BYTES) & (spec.codec is None),
+                f"the manifest gives its chunk other bytes than {spec.chunk_bytes + CRC_BYTES:,}",
+            ),
+        )
+        is_told = np.zeros(len(positions), dtype=bool)
+        for is_wrong, problem in checks:
+            for position in positions[is_wrong & ~is_told].tolist():
+                yield self._fault(position, problem, path)
+            is_told |= is_wrong
 
     def _check_overlaps(self, job: _Job, path: str) -> Iterator[Fault]:
         """No two captures share bytes."""
@@ -350,10 +366,6 @@ def _entries(
     spec: ArraySpec, epochs: np.ndarray[Any, Any], batches: np.ndarray[Any, Any], calls: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
     return np.asarray(spec.entries(epochs, batches, calls), dtype=np.int64)
-
-
-def _tuples(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
-    return zip(*(column.to_pylist() for column in rows.columns), strict=True)
 
 
 def _names(directory: str) -> list[str]:

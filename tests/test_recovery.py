@@ -7,10 +7,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -626,6 +628,85 @@ def test_recover_on_the_command_line(path):
         done = runner.invoke(cli.app, ["recover", os.fspath(path)])
         assert done.exit_code == 1
         assert "RunLockedError" in done.output
+
+
+# Endings -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_is_handled_around_a_whole_recording_cuts_nothing_short(path):
+    model = Model()
+    try:
+        raise KeyError("out of memory, say, in an earlier try")
+    except KeyError:
+        with hookstore.record(model, path, buffer_bytes=1 << 20) as recorder:
+            for batch in recorder.batches(range(3), epoch=0):
+                model(float(batch))
+            recorder.at(epoch=0, batch=3)
+            model(3.0)
+    with hookstore.open(path) as run:
+        assert run.partial_batches == []
+        assert run.batches(0) == [0, 1, 2, 3]
+
+
+def test_close_in_a_handler_of_what_ended_the_training(path):
+    model = Model()
+    recorder = hookstore.record(model, path, buffer_bytes=1 << 20)
+    try:
+        for batch in recorder.batches(range(5), epoch=0):
+            model(float(batch))
+            if batch == 2:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        recorder.close()
+    with hookstore.open(path) as run:
+        (partial,) = run.partial_batches
+        assert (partial.batch, partial.reason.split()[0]) == (2, "KeyboardInterrupt")
+        assert run["small"].activation[0, 2][0, 0] == 2.0
+
+
+@pytest.mark.parametrize("left", ["break", "at the end"])
+def test_a_loop_that_is_left_in_order_cuts_nothing_short(path, left):
+    model = Model()
+    with hookstore.record(model, path, buffer_bytes=1 << 20) as recorder:
+        for batch in recorder.batches(range(5), epoch=0):
+            model(float(batch))
+            if left == "break" and batch == 3:
+                break
+    with hookstore.open(path) as run:
+        assert run.partial_batches == []
+
+
+def test_on_sigterm_is_for_the_main_thread(path):
+    caught = []
+
+    def begin():
+        try:
+            record(path, [0], on_sigterm="flush")
+        except hookstore.OptionError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert caught
+    assert "only be set in the main thread" in caught[0]
+    assert not path.exists()
+    with pytest.raises(hookstore.OptionError, match="on_sigterm: expected 'flush', got 'close'"):
+        record(path, [0], on_sigterm="close")
+
+
+def test_the_handler_of_sigterm_is_put_back(path):
+    before = signal.getsignal(signal.SIGTERM)
+    with hookstore.record(Model(), path, buffer_bytes=1 << 20, on_sigterm="flush"):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with hookstore.record(Model(), path, buffer_bytes=1 << 20, on_sigterm="flush", mode="a"):
+            signal.signal(signal.SIGTERM, later := lambda *_: None)
+        assert signal.getsignal(signal.SIGTERM) == later, "who came after us keeps it"
+    finally:
+        signal.signal(signal.SIGTERM, own)
 
 
 # Other processes ---------------------------------------------------------------------------------------------------
