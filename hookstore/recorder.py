@@ -576,8 +576,6 @@ def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
         numbers = [number for attempt in attempts if isinstance(number := attempt.get("attempt"), int)]
         leftover = replace(leftover, attempt=max([leftover.attempt, *(number + 1 for number in numbers)]))
         contents["attempts"] = [*attempts, _attempt(leftover.attempt, model, description)]
-        for name in (LAYERS_DIR, MANIFEST_DIR):
-            os.makedirs(os.path.join(run_path, name), exist_ok=True)
         write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
     except BaseException:
         close_lock(run_path, lock)

@@ -193,7 +193,8 @@ def open_lock(run_path: str) -> RunLock:
     check_directories(run_path)
     for _ in range(10):
         try:
-            os.makedirs(os.path.join(run_path, JOURNAL_DIR), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                system.mkdir(os.path.join(run_path, JOURNAL_DIR))
             return RunLock(run_path)
         except FileNotFoundError:  # who had it has just removed the directory
             time.sleep(0.01)
@@ -341,7 +342,8 @@ class _TakeUp:
 
     def _make_durable(self) -> None:
         """Bring all that the journal tells of to the device, before a part says that it is there."""
-        paths = {self.run_path, self.layers_path}
+        # (parts too: a segment goes when its part is there, and the part's name must not be what the power takes then)
+        paths = {self.run_path, self.layers_path, os.path.join(self.run_path, MANIFEST_DIR)}
         for array, keys in self.hidden.items():
             if keys:
                 directory = os.path.join(self.layers_path, array)
@@ -547,7 +549,9 @@ class _TakeUp:
 
     def _put_aside(self, path: str) -> None:
         directory = os.path.join(self.run_path, DAMAGED_DIR)
-        os.makedirs(directory, exist_ok=True)
+        if not os.path.isdir(directory):
+            system.mkdir(directory)
+            sync_directory(self.run_path)
         relative = os.path.relpath(path, self.run_path)
         name = relative.removeprefix(f"{LAYERS_DIR}/").replace("/", "%2f")[-250:]
         system.replace(path, os.path.join(directory, name))

@@ -208,6 +208,8 @@ class _Check:
         for array, key in [*known, *self._without_rows(known)]:
             positions = self.groups.of(array, key)
             positions = positions[self.statuses[positions] == "ok"]
+            if not positions.size and not os.path.isdir(os.path.join(self.layers_path, array)):
+                continue  # a power failure took all of it, and its rows say so
             if array not in stored:
                 stored[array] = self._read_array(array)
             of_array = stored[array]
