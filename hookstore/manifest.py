@@ -744,15 +744,84 @@ def load_segment(path: str) -> tuple[bytes, Segment]:
         raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
 
 
-def _check_sizes(metadata: pq.FileMetaData) -> None:
-    """Look at what a Parquet file says it unpacks to before any of it is unpacked."""
-    num_rows, num_groups = metadata.num_rows, metadata.num_row_groups
-    if metadata.num_columns != len(SCHEMA) or not 0 <= num_rows <= _MOST_PIECE_ROWS or num_groups > _MOST_ROW_GROUPS:
-        raise ValueError(f"it has {num_rows:,} rows in {num_groups:,} groups of {metadata.num_columns:,} columns")
-    columns = [metadata.row_group(group).column(column) for group in range(num_groups) for column in range(len(SCHEMA))]
-    for column in columns:
-        if not 0 <= column.num_values <= (num_rows + 1) * _MOST_DIMS or not 0 <= column.total_uncompressed_size <= _MOST_PIECE_BYTES:
-            raise ValueError(f"a column has {column.num_values:,} values in {column.total_uncompressed_size:,} bytes")
+def _check_sizes(contents: bytes) -> None:
+    """Look at what a Parquet file says it unpacks to before any of it is unpacked.
+
+    Arrow's own access to this would end the process at some of what a footer may hold, so that it is read here.
+    """
+    num_bytes = int.from_bytes(contents[-8:-4], "little")
+    if not 0 < num_bytes <= min(_MOST_FOOTER_BYTES, len(contents) - 8):
+        raise ValueError(f"its footer of {num_bytes:,} bytes is too long")
+    try:
+        footer = _read_thrift(contents[-8 - num_bytes : -8], 0, _STRUCT)[0]
+        num_rows, groups = footer[3], footer[4]
+        if not 0 <= num_rows <= _MOST_PIECE_ROWS or len(groups) > _MOST_ROW_GROUPS or any(len(group[1]) != len(SCHEMA) for group in groups):
+            raise ValueError(f"it has {num_rows:,} rows in {len(groups):,} groups of other columns")
+        for column in (column[3] for group in groups for column in group[1]):
+            if not 0 <= column[5] <= (num_rows + 1) * _MOST_DIMS or not 0 <= column[6] <= _MOST_PIECE_BYTES:
+                raise ValueError(f"a column has {column[5]:,} values in {column[6]:,} bytes")
+    except (IndexError, AttributeError) as error:
+        raise ValueError("its footer is torn") from error
+
+
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_WHOLE = (4, 5, 6)
+_DEEPEST = 16
+
+
+def _read_thrift(contents: bytes, at: int, kind: int, depth: int = 0) -> tuple[Any, int]:  # noqa: C901, PLR0912  # a branch for each kind
+    """Read a value in Thrift's compact protocol: structures as dictionaries by field; returns it, and where the next one begins."""
+    if depth > _DEEPEST:
+        raise ValueError("its footer is too deep")
+    if kind in _WHOLE:
+        number, at = _read_varint(contents, at)
+        return number >> 1 ^ -(number & 1), at
+    if kind == _BINARY:
+        length, at = _read_varint(contents, at)
+        return length, at + length
+    if kind in (_TRUE, _FALSE, _BYTE):
+        return contents[at], at + 1
+    if kind == _DOUBLE:
+        return None, at + 8
+    if kind in (_LIST, _SET):
+        count, inner = contents[at] >> 4, contents[at] & 15
+        at += 1
+        if count == 15:
+            count, at = _read_varint(contents, at)
+        values = []
+        for _ in range(count):
+            value, at = _read_thrift(contents, at, inner, depth + 1)
+            values.append(value)
+        return values, at
+    if kind != _STRUCT:
+        raise ValueError(f"its footer has something of kind {kind}")
+    fields: dict[int, Any] = {}
+    number = 0
+    while head := contents[at]:
+        at += 1
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _read_thrift(contents, at, 4)
+        inner = head & 15
+        if inner in (_TRUE, _FALSE):
+            fields[number] = inner == _TRUE
+        else:
+            fields[number], at = _read_thrift(contents, at, inner, depth + 1)
+    return fields, at + 1
+
+
+def _read_varint(contents: bytes, at: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = contents[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("its footer has a number that is too long")
 
 
 def _check_times(rows: pa.Table) -> None:
@@ -796,11 +865,9 @@ def load_part(path: str, crc: int) -> pa.Table:
             raise CorruptRunError(
                 f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
             )
-        if int.from_bytes(contents[-8:-4], "little") > _MOST_FOOTER_BYTES:
-            raise ValueError("its footer is too long")
+        _check_sizes(contents)
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
         part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=list(TEXT_COLUMNS), page_checksum_verification=True)
-        _check_sizes(part.metadata)
         rows = _checked(part.read(), CODED_SCHEMA)
         _check_times(rows)
         _check_texts(rows)

@@ -167,6 +167,7 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
     if spec.path != array or not f"{spec.name}.".startswith(f"{spec.kind}."):
         raise ValueError(f"it is of {spec.kind} of layer {spec.layer!r}")
     if compressors:
+        _text(compressors[0]["name"])  # other ways to name a codec are the user's
         codec_metadata(compressors[0], spec.dtype)
     if 0 in spec.chunk_shape or not 0 < spec.num_entries <= MAX_SHARD_ENTRIES or spec.chunk_bytes >= _MOST_CHUNK_BYTES:
         raise ValueError(f"shards of {spec.shard_shape} chunks of {spec.chunk_shape}, which cannot be")

@@ -590,11 +590,11 @@ class ShardReader:
             raise CorruptRunError(f"shard {path} cannot be read up to byte {end:,}: {error}", path=path) from error
 
     def _map(self, descriptor: int) -> mmap.mmap | None:
-        """Map a shard, or return ``None`` if the process has no descriptors left for that."""
+        """Map a shard, or return ``None`` if the process has no descriptors, or no addresses, left for that."""
         try:
             return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            if error.errno != errno.EMFILE:
+            if error.errno not in (errno.EMFILE, errno.ENOMEM):
                 raise
         self._max_maps = max(1, len(self._alive) // 2)  # others in this process want descriptors too
         self._maps.clear()

@@ -77,8 +77,8 @@ class Region:
         Copies to wait for.
     disk_bytes, written_bytes : int
         What was set aside for it on the disk, and what the writer has written of it.
-    closed, queued : bool
-        Whether it takes no more captures, and whether the writer has it.
+    closed, queued, is_taken : bool
+        Whether it takes no more captures, whether it is on its way to the writer, and whether the writer has it.
     """
 
     __slots__ = (
@@ -89,6 +89,7 @@ class Region:
         "disk_bytes",
         "epochs",
         "holes",
+        "is_taken",
         "is_untouched",
         "notes_offset",
         "num_bytes",
@@ -122,6 +123,7 @@ class Region:
         self.transfers: list[Transfer] = []
         self.closed = False
         self.queued = False
+        self.is_taken = False
         self.opened_at = time.monotonic()
 
     @property
@@ -164,7 +166,7 @@ class Oversize:
 class Piece:
     """Some bytes of an `Oversize` capture in the arena. All but the last are whole pages."""
 
-    __slots__ = ("length", "num_bytes", "offset", "oversize", "queued", "start", "thread", "transfer")
+    __slots__ = ("is_taken", "length", "num_bytes", "offset", "oversize", "queued", "start", "thread", "transfer")
 
     def __init__(self, oversize: Oversize, start: int, length: int, offset: int, num_bytes: int) -> None:
         self.thread = threading.get_ident()
@@ -175,6 +177,7 @@ class Piece:
         self.num_bytes = num_bytes
         self.transfer: Transfer | None = None
         self.queued = False
+        self.is_taken = False  # by the writer, or given up
 
     @property
     def is_last(self) -> bool:
@@ -520,12 +523,14 @@ class Stager:
             self._queue_if_done(region)
 
     def _queue_if_done(self, region: Region) -> None:
-        if region.closed and not region.pending and not region.queued:
-            region.queued = True
+        """Give a region that is complete to the writer. An interrupt may come between any two lines: it may be given twice then, and is taken once."""
+        if region.closed and not region.pending:
+            if not region.queued:
+                self.queue.put(region)
+                region.queued = True
+                self._num_handed_over += region.num_captures
+                self._handed_over_bytes += region.num_captures * region.array.chunk_bytes
             self._closing.pop(region, None)
-            self._num_handed_over += region.num_captures
-            self._handed_over_bytes += region.num_captures * region.array.chunk_bytes
-            self.queue.put(region)
 
     def _drop_capture(self, capture: Capture, reason: str) -> None:
         self.num_dropped += 1
@@ -693,8 +698,8 @@ class Stager:
             with torch.inference_mode(mode=False):
                 target = self._arena[piece.offset : piece.offset + length]
             piece.transfer = self._devices.of(flat).copy(target, flat[start : start + length])
-            piece.queued = True
             self.queue.put(piece)
+            piece.queued = True
         with self._lock:
             self._num_handed_over += 1
             self._handed_over_bytes += array.chunk_bytes
@@ -755,7 +760,8 @@ class Stager:
             if staged.queued:
                 continue
             if isinstance(staged, Piece):
-                if staged.thread not in self._staging_threads:
+                if staged.thread not in self._staging_threads and not staged.is_taken:
+                    staged.is_taken = True  # it may stand in the queue all the same
                     self._free.give_back(staged.offset, staged.num_bytes)
                     del self._outstanding[staged]
             elif staged not in self._open and staged not in self._closing:

@@ -356,6 +356,9 @@ class Writer:
             self._stopping = True
 
     def _take_region(self, region: Region) -> None:
+        if region.is_taken:
+            return
+        region.is_taken = True
         for transfer in region.transfers:
             transfer.wait()
         slots = region.slots
@@ -451,6 +454,9 @@ class Writer:
         return shard, numbers
 
     def _write_piece(self, piece: Piece) -> None:
+        if piece.is_taken:
+            return
+        piece.is_taken = True
         if piece.transfer is not None:
             piece.transfer.wait()
         oversize: Oversize = piece.oversize

@@ -191,13 +191,13 @@ MUTANTS = [
     Mutant(
         "a full region is handed over while its last copy is being made",
         ("mixed sizes, small arena",),
-        (of_stager("_queue_if_done", "if region.closed and not region.pending and", "if region.closed and"),),
+        (of_stager("_queue_if_done", "if region.closed and not region.pending:", "if region.closed:"),),
         is_forgiven=False,
     ),
     Mutant(
         "a full region is handed over while another thread copies into it",
         ("interleaved hooks",),
-        (of_stager("_queue_if_done", "if region.closed and not region.pending and", "if region.closed and"),),
+        (of_stager("_queue_if_done", "if region.closed and not region.pending:", "if region.closed:"),),
         is_forgiven=False,
     ),
     Mutant(
