@@ -403,6 +403,8 @@ class Writer:
             shard, numbers = self._write_many(prepared)
         shapes = {spec.chunk_shape: 0}
         for slot, shape in region.shapes.items():
+            if slot in region.holes:
+                continue
             numbers["shape"][np.searchsorted(prepared.slots, slot)] = shapes.setdefault(shape, len(shapes))
         region.written_bytes = int(numbers["length"].sum()) if prepared.chunks is not None else len(numbers) * spec.stride_bytes
         self._stager.release(region)

@@ -480,6 +480,28 @@ def test_a_failed_copy_leaves_the_rest_whole(path, monkeypatch, size):
         assert [run[""].activation[0, batch].tolist() for batch in run.batches(0)] == [[1.0] * size, [3.0] * size]
 
 
+@pytest.mark.parametrize("size", [3, 10_000])
+def test_a_padded_capture_whose_copy_fails_leaves_the_shapes_of_others_right(path, monkeypatch, size):
+    class Breaks:
+        def copy(self, destination, source):
+            raise MemoryError("no copy today")
+
+    with record(path, buffer_bytes=4 << 20) as recorder:
+        model = recorder_model(recorder, path)
+        model(torch.ones(4, size))
+        for last in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(recorder_module.Devices, "of", lambda *_: Breaks())
+                with pytest.raises(MemoryError, match="no copy today"):
+                    model(torch.ones(3, size))
+            if not last:
+                model(torch.ones(4, size) * 2)
+                model(torch.ones(2, size) * 3)
+    with hookstore.open(path) as run:
+        assert [row["shape"] for row in run.manifest.to_pylist()] == [[4, size], [4, size], [2, size]]
+        assert [run[""].activation[0, batch][-1, -1] for batch in run.batches(0)] == [1.0, 2.0, 3.0]
+
+
 def test_calls_after_close(path):
     recorder = record(path)
     recorder.close()
