@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MUTANT_TIMEOUT_S = 60.0
 MEMORY_BYTES = 3 << 30  # more address space than a worker has when it begins
@@ -71,21 +72,20 @@ def record_runs(directory: Path) -> None:
             return self.two(self.again(self.again(self.First(value))))["half"].float()
 
     torch.manual_seed(0)
-    hookstore.manifest.SEGMENT_ROWS = 12
-    hookstore.format.SHARD_TARGET_BYTES = 512
-    for name, codec in {"plain": None, "zstd": "zstd", "lz4": "lz4", "gzip": {"name": "gzip"}}.items():
-        model = Model()
-        with hookstore.record(
-            model, directory / f"{name}-finished", layers=["First", "again", "two"], kinds=["activation", "parameter"], codec=codec
-        ) as recorder:
-            for epoch in range(2):
-                for batch, size in enumerate(recorder.batches((6, 5, 3), epoch=epoch)):
-                    model(torch.randn(size, 3))
-                    if batch % 2:
-                        recorder.flush()
-            shutil.copytree(directory / f"{name}-finished", directory / f"{name}-killed")
-        with contextlib.suppress(FileNotFoundError):
-            (directory / f"{name}-killed" / "journal" / "lock.json").unlink()
+    with mock.patch.object(hookstore.manifest, "SEGMENT_ROWS", 12), mock.patch.object(hookstore.format, "SHARD_TARGET_BYTES", 512):
+        for name, codec in {"plain": None, "zstd": "zstd", "lz4": "lz4", "gzip": {"name": "gzip"}}.items():
+            model = Model()
+            with hookstore.record(
+                model, directory / f"{name}-finished", layers=["First", "again", "two"], kinds=["activation", "parameter"], codec=codec
+            ) as recorder:
+                for epoch in range(2):
+                    for batch, size in enumerate(recorder.batches((6, 5, 3), epoch=epoch)):
+                        model(torch.randn(size, 3))
+                        if batch % 2:
+                            recorder.flush()
+                shutil.copytree(directory / f"{name}-finished", directory / f"{name}-killed")
+            with contextlib.suppress(FileNotFoundError):
+                (directory / f"{name}-killed" / "journal" / "lock.json").unlink()
 
 
 def place_of(row: dict[str, Any]) -> Place:
