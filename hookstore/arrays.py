@@ -28,6 +28,7 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
+from hookstore.errors import CorruptRunError
 from hookstore.files import read_small, replace_all, sync_directory, system, write_atomically, write_new
 from hookstore.format import DTYPES, MAKING_PREFIX, ArraySpec, escape
 from hookstore.metadata import StoredArray
@@ -205,8 +206,11 @@ class ArrayStore:
     def _write_group(self, directory: str, attributes: dict[str, Any]) -> None:
         """Make sure that a group is there as it should be: consolidated metadata that a user had written would hide what comes."""
         wanted = _group_metadata(attributes)
+        path = os.path.join(directory, "zarr.json")
+        if os.path.isdir(path):
+            raise CorruptRunError(f"{path} is a directory", path=path)
         try:
-            if read_small(os.path.join(directory, "zarr.json"), len(wanted)) == wanted:
+            if read_small(path, len(wanted)) == wanted:
                 return
         except OSError:
             pass

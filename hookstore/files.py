@@ -350,6 +350,22 @@ def replace_all(contents: dict[str, bytes], file_system: str) -> None:
     sync_paths({os.path.dirname(path) for path in contents}, file_system)
 
 
+def list_names(directory: str) -> list[str]:
+    """Return the names in a directory, sorted; none where there is no directory.
+
+    Raises
+    ------
+    OSError
+        From the operating system, if there is one that cannot be read.
+    """
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return []
+
+
 def leads_outside(directory: str, path: str) -> bool:
     """Say whether a path below a directory leads out of it, over a symbolic link."""
     inside = os.path.realpath(directory)

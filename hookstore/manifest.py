@@ -13,7 +13,7 @@ import math
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +82,8 @@ _MOST_PIECE_ROWS = 1 << 21
 _MOST_ROW_GROUPS = 16
 _MOST_FOOTER_BYTES = 1 << 20
 _MOST_DIMS = 64
+_MOST_PIECES = 1 << 20
+_MOST_MISSING = 100  # that are listed
 _LEAST_TIME, _MOST_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999  # years 1 to 9999, all that Python has
 Key = tuple[int, int, int]  # of a segment or part: rank, attempt, index
 # What pyarrow and struct raise for bytes of any other kind.
@@ -618,6 +620,29 @@ def read_manifest(run_path: str) -> pa.Table:
     return ManifestReader(run_path).read().cast(SCHEMA)
 
 
+def missing_keys(keys: Iterable[Key]) -> list[Key]:
+    """Return the parts that are missing between others, which are numbered without gaps; the first of them, if there are very many."""
+    indexes: dict[tuple[int, int], set[int]] = {}
+    for rank, attempt, index in keys:
+        indexes.setdefault((rank, attempt), set()).add(index)
+    return [
+        (*where, index)
+        for where, known in sorted(indexes.items())
+        for index in sorted(set(range(min(max(known), _MOST_PIECES))) - known)[:_MOST_MISSING]
+    ]
+
+
+def unknown_part(run_path: str, key: Key) -> str:
+    """Return the path of a part whose checksum is not known, as one would search for it."""
+    return os.path.join(run_path, MANIFEST_DIR, part_name(*key, 0).replace("-00000000.", "-*."))
+
+
+def join_pieces(pieces: Mapping[Key, pa.Table]) -> pa.Table:
+    """Put parts and segments, in `CODED_SCHEMA`, together in the order in which their rows were acknowledged."""
+    ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
+    return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+
+
 class ManifestReader:
     """Reads the manifest of a run, and again what has come since.
 
@@ -641,6 +666,8 @@ class ManifestReader:
         self._parts: dict[str, pa.Table] = {}  # by file name: their contents never change
         self._segments: dict[str, tuple[int, pa.Table]] = {}  # with the bytes that were read
         self._unwarned: list[str] = []
+        self._damaged_keys: set[Key] = set()
+        self._is_listed = True  # whether the directories could be
 
     def read(self) -> pa.Table:
         """Read every row that is acknowledged by now; see `read_manifest`.
@@ -654,12 +681,14 @@ class ManifestReader:
         segments = self._read_segments()
         parts = self._read_parts()
         pieces = {**segments, **parts}
+        missing = missing_keys([*pieces, *self._damaged_keys]) if self._is_listed else []
+        for path in [unknown_part(self._run_path, key) for key in missing]:
+            self._leave_out(path, f"manifest part {path} is missing, and with it the rows that were in it")
         if self.damaged and not pieces:
             path, problem = next(iter(self.damaged.items()))
             raise CorruptRunError(problem, path=path)
         self._warn()
-        ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
-        return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+        return join_pieces(pieces)
 
     def _read_segments(self) -> dict[Key, pa.Table]:
         found: dict[Key, pa.Table] = {}
@@ -676,7 +705,7 @@ class ManifestReader:
             except FileNotFoundError:
                 continue  # it has become a part since the listing
             except CorruptRunError as error:
-                self._leave_out(path, str(error))
+                self._leave_out(path, str(error), key)
                 continue
             self._segments[name] = known[name]
             found[key] = known[name][1]
@@ -705,7 +734,7 @@ class ManifestReader:
             except FileNotFoundError:
                 continue  # a repair has put it aside since the listing
             except CorruptRunError as error:
-                self._leave_out(path, str(error))
+                self._leave_out(path, str(error), parsed[0])
                 continue
             found[parsed[0]] = self._parts[name]
         return found
@@ -715,9 +744,12 @@ class ManifestReader:
             return _listdir(directory)
         except CorruptRunError as error:
             self._leave_out(directory, str(error))
+            self._is_listed = False
             return []
 
-    def _leave_out(self, path: str, problem: str) -> None:
+    def _leave_out(self, path: str, problem: str, key: Key | None = None) -> None:
+        if key is not None:
+            self._damaged_keys.add(key)
         if path not in self.damaged:
             self.damaged[path] = problem
             self._unwarned.append(problem)

@@ -150,6 +150,8 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
     chunk_shape = _sizes(sharding["chunk_shape"])
     if len(compressors) > 1 or not shape[leading:] == grid[leading:] == chunk_shape[leading:] or set(chunk_shape[:leading]) != {1}:
         raise ValueError(f"shape {shape}, shards of {grid} and chunks of {chunk_shape} with {len(compressors)} compressors")
+    for compressor in compressors:
+        _text(compressor["name"])  # other ways to name a codec are the user's
     spec = ArraySpec(
         layer=_text(attributes["layer"]),
         kind=_text(attributes["kind"]),
@@ -160,15 +162,12 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
         chunk_shape=chunk_shape[leading:],
         shard_shape=grid[:leading],
         rank=int(attributes["rank"]),
-        codec=json.dumps(compressors[0], sort_keys=True) if compressors else None,
+        codec=codec_metadata(compressors[0], attributes["torch_dtype"]) if compressors else None,
     )
     if spec.dtype not in DTYPES or spec.phase not in PHASES:
         raise ValueError(f"dtype {spec.dtype!r} in phase {spec.phase!r}")
     if spec.path != array or not f"{spec.name}.".startswith(f"{spec.kind}."):
         raise ValueError(f"it is of {spec.kind} of layer {spec.layer!r}")
-    if compressors:
-        _text(compressors[0]["name"])  # other ways to name a codec are the user's
-        codec_metadata(compressors[0], spec.dtype)
     if 0 in spec.chunk_shape or not 0 < spec.num_entries <= MAX_SHARD_ENTRIES or spec.chunk_bytes >= _MOST_CHUNK_BYTES:
         raise ValueError(f"shards of {spec.shard_shape} chunks of {spec.chunk_shape}, which cannot be")
     is_sampled = len(names) > leading and names[leading] == "sample"

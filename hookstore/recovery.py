@@ -8,7 +8,7 @@ durable elsewhere.
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import os
 import stat
 import time
@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from hookstore.arrays import ArrayStore
 from hookstore.errors import CorruptRunError
-from hookstore.files import leads_outside, sync_directory, sync_paths, system, write_new
+from hookstore.files import leads_outside, list_names, sync_directory, sync_paths, system, write_new
 from hookstore.format import (
     CRC_BYTES,
     DAMAGED_DIR,
@@ -45,17 +45,19 @@ from hookstore.format import (
 )
 from hookstore.lock import STALE_S, Owner, RunLock
 from hookstore.manifest import (
-    CODED_SCHEMA,
     SCHEMA,
     Key,
     RowBlock,
     RowGroups,
     code_rows,
+    join_pieces,
     load_part,
     load_segment,
     make_batch,
+    missing_keys,
     rows_to_stream,
     stream_to_table,
+    unknown_part,
     write_part,
 )
 from hookstore.metadata import StoredArray, read_array, read_description
@@ -249,6 +251,7 @@ class _TakeUp:
         self.broken: dict[str, set[str]] = {}  # sealed, but without an index that can be read
         self.pieces: dict[Key, pa.Table] = {}  # of the manifest
         self.used: set[Key] = set()  # names that must not be used again
+        self.damaged: set[Key] = set()  # parts that were
         self.is_manifest_whole = True
 
     def run(self, *, thorough: bool) -> Leftover:
@@ -275,21 +278,21 @@ class _TakeUp:
 
     def _find_files(self) -> None:
         """List arrays and shards, and remove what a writer was about to make."""
-        for name in _names(self.run_path):
+        for name in list_names(self.run_path):
             path = os.path.join(self.run_path, name)
             if name.startswith(MAKING_PREFIX) and os.path.isdir(path) and not os.path.islink(path):
-                for inner in _names(path):
+                for inner in list_names(path):
                     self._remove(os.path.join(path, inner))
                 with contextlib.suppress(OSError):
                     system.rmdir(path)
         self._remove_unfinished(self.run_path)
         self._remove_unfinished(os.path.join(self.run_path, MANIFEST_DIR))
         self._remove_unfinished(self.layers_path)
-        for layer in _names(self.layers_path):
+        for layer in list_names(self.layers_path):
             layer_path = os.path.join(self.layers_path, layer)
             if os.path.isdir(layer_path) and not leads_outside(self.run_path, layer_path):
                 self._remove_unfinished(layer_path)
-                for name in _names(layer_path):
+                for name in list_names(layer_path):
                     self._find_shards(f"{layer}/{name}", os.path.join(layer_path, name))
 
     def _find_shards(self, array: str, directory: str) -> None:
@@ -304,7 +307,7 @@ class _TakeUp:
         except CorruptRunError as error:
             self._problem(f"{error}; its shards are left as they are")
             return
-        names = [name for name in _names(directory) if _is_regular(os.path.join(directory, name))]
+        names = [name for name in list_names(directory) if _is_regular(os.path.join(directory, name))]
         self.sealed[array] = {name for name in names if is_shard_key(name)}
         self.broken[array] = set()
         self.hidden[array] = {key for name in names if (key := parse_unsealed_name(name)) is not None}
@@ -317,7 +320,7 @@ class _TakeUp:
         """Load the parts; return the journal's segments, and the parts that are damaged."""
         damaged = []
         directory = os.path.join(self.run_path, MANIFEST_DIR)
-        for name in _names(directory):
+        for name in list_names(directory):
             parsed = parse_part_name(name)
             if parsed is None:
                 continue
@@ -328,16 +331,20 @@ class _TakeUp:
             except CorruptRunError as error:
                 self._problem(f"{error}; it is moved to {DAMAGED_DIR}/")
                 self.is_manifest_whole = False
+                self.damaged.add(parsed[0])
                 damaged.append(path)
         segments = {}
         directory = os.path.join(self.run_path, JOURNAL_DIR)
-        for name in _names(directory):
+        for name in list_names(directory):
             key = parse_segment_name(name)
             if key is not None:
                 segments[key] = os.path.join(directory, name)
             elif name.startswith(f"{LOCK_FILE}.") and _is_left(os.path.join(directory, name)):
                 self._remove(os.path.join(directory, name))
         self.used.update(segments)
+        for key in missing_keys(self.used):
+            self._problem(f"manifest part {unknown_part(self.run_path, key)} is missing; its rows are looked for in the shards")
+            self.is_manifest_whole = False
         return segments, damaged
 
     def _make_durable(self) -> None:
@@ -422,8 +429,7 @@ class _TakeUp:
 
     def _rows(self) -> pa.Table:
         """Return all rows, in the order in which they were acknowledged."""
-        ordered = [self.pieces[key] for key in sorted(self.pieces, key=lambda key: (key[1], key[0], key[2]))]
-        return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+        return join_pieces(self.pieces)
 
     def _find_rows_in_shards(self) -> None:
         """Find the rows that sealed shards carry and the manifest lacks."""
@@ -452,15 +458,18 @@ class _TakeUp:
                     found.append(carried.filter(pa.array(is_new)))
         if found:
             self._add_found(pa.concat_tables(found))
+        for missing in missing_keys([*self.pieces, *self.damaged]):
+            self._write_part(missing, SCHEMA.empty_table())  # all that can be found of it has been, and has been told
 
     def _add_found(self, rows: pa.Table) -> None:
+        """Write the rows as parts, in place of those that are missing."""
         self.report.num_from_shards += rows.num_rows
         ranks, attempts = (np.asarray(rows[name].combine_chunks()) for name in ("rank", "attempt"))
         for rank, attempt in sorted(set(zip(ranks.tolist(), attempts.tolist(), strict=True))):
-            index = 1 + max((key[2] for key in self.used if key[:2] == (rank, attempt)), default=-1)
             of_attempt = rows.filter(pa.array((ranks == rank) & (attempts == attempt)))
-            for number, start in enumerate(range(0, of_attempt.num_rows, SEGMENT_ROWS)):
-                self._write_part((rank, attempt, index + number), of_attempt.slice(start, SEGMENT_ROWS))
+            free = (index for index in itertools.count() if (rank, attempt, index) not in self.pieces)
+            for start in range(0, of_attempt.num_rows, SEGMENT_ROWS):
+                self._write_part((rank, attempt, next(free)), of_attempt.slice(start, SEGMENT_ROWS))
 
     # Shards -------------------------------------------------------------------------------------------------------
 
@@ -568,18 +577,9 @@ class _TakeUp:
             system.unlink(path)
 
     def _remove_unfinished(self, directory: str) -> None:
-        for name in _names(directory):
+        for name in list_names(directory):
             if name.startswith(".") and name.endswith(WRITING_SUFFIX):
                 self._remove(os.path.join(directory, name))
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return []
 
 
 def _is_left(path: str) -> bool:

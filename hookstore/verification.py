@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstore.errors import CorruptRunError
-from hookstore.files import leads_outside
+from hookstore.files import leads_outside, list_names
 from hookstore.format import (
     CRC_BYTES,
     DTYPES,
@@ -241,13 +240,13 @@ class _Check:
 
     def _without_rows(self, known: dict[tuple[str, str], Any]) -> Iterator[tuple[str, str]]:
         """Find sealed shards that no row tells of."""
-        for layer in _names(self.layers_path):
-            for name in _names(os.path.join(self.layers_path, layer)):
+        for layer in list_names(self.layers_path):
+            for name in list_names(os.path.join(self.layers_path, layer)):
                 array = f"{layer}/{name}"
                 directory = os.path.join(self.layers_path, layer, name)
                 if not is_array_path(array) or leads_outside(self.run_path, directory):
                     continue
-                for file in _names(directory):
+                for file in list_names(directory):
                     key = parse_unsealed_name(file) or file
                     if is_shard_key(key) and (array, key) not in known and key == file:
                         yield array, key
@@ -368,12 +367,3 @@ def _entries(
     spec: ArraySpec, epochs: np.ndarray[Any, Any], batches: np.ndarray[Any, Any], calls: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
     return np.asarray(spec.entries(epochs, batches, calls), dtype=np.int64)
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return []

@@ -792,3 +792,23 @@ def test_parts_have_the_names_of_their_segments(path, tiny_shards):
     keys = sorted(parse_part_name(name)[0] for name in os.listdir(path / "manifest"))
     assert keys == [(0, 0, index) for index in range(len(keys))]
     assert len(segments) == 1
+
+
+def test_a_part_that_is_missing_is_told(path, tiny_shards):
+    """Parts are numbered without gaps; bytes that only its rows told of are not taken for nothing."""
+    record(path, range(10), dead=True)
+    first = path / "manifest" / sorted(os.listdir(path / "manifest"))[0]
+    first.unlink()
+    with (
+        pytest.warns(hookstore.CaptureWarning, match=r"r0-a0-000000-\*.parquet is missing, and with it the rows"),
+        hookstore.open(path) as run,
+    ):
+        assert run["small"].activation[0, 9][0, 0] == 9.0
+        with pytest.raises(hookstore.MissingCaptureError, match=r"000000-\*.parquet cannot be read"):
+            run["small"].activation[0, 0]
+    report = hookstore.recover(path)
+    assert any("000000-*.parquet is missing" in problem for problem in report.problems)
+    assert report.num_from_shards > 0
+    assert report.num_removed == 0
+    check(path, [(range(10), 0.0)])
+    assert hookstore.recover(path).problems == []
