@@ -237,7 +237,8 @@ class Captures:
         if attempt is not None:
             positions = index.only_attempt(positions, attempt)
         if positions.size:
-            leaves = index.leaves(positions)
+            latest = index.only_last_attempt(index.only_captured(positions))
+            leaves = index.leaves(latest if latest.size else positions)
             if leaf is None and len(leaves) > 1:
                 raise MissingCaptureError(
                     f"{self._describe(**where, phase=phase)} has several leaves: {', '.join(map(repr, leaves))}; name one, as in "

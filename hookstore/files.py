@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from hookstore.errors import CorruptRunError
-from hookstore.format import PAGE_BYTES, WRITING_SUFFIX
+from hookstore.format import LAYERS_DIR, PAGE_BYTES, WRITING_SUFFIX
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LONGEST_WRITE = 0x7FFF_F000
@@ -28,9 +28,8 @@ _MAX_OPEN_FILES = 512
 _EMPTY_WRITES = 8
 _SINK_BYTES = 4 << 20
 _RECORDS_PER_PIECE = 256  # what a shard keeps in memory of each kind of record before it goes to the spool
-_ROW_BYTES = (
-    1024  # that a capture takes beside its chunk: a row in the journal, one in its shard, one in a part, and what of it waits in the spool
-)
+_ROW_BYTES = 512  # that a capture takes beside its chunk: a row in its shard, one in a part, and what of it waits in the spool
+FRAME_ROW_BYTES = 320  # and one in the journal, until that becomes a part
 _SHARD_BYTES = 16 << 10  # that a shard takes beside its chunks, rows and index: rounding up to pages, and its array's metadata
 _FIXED_BYTES = 256 << 10  # run.json, groups, and a journal that is just being begun
 _LEAST_FREE_BYTES = 64 << 20  # of the file system, which others use too
@@ -447,7 +446,7 @@ class DiskBudgetSpent(Exception):  # noqa: N818  # caught by the sink, which sto
 
 
 class DiskBudget:
-    """What a recording may still write. Guarded by the stager's lock, but for `look`.
+    """What a recording may still write; used under the stager's lock.
 
     What is staged is counted at once, by what it can take on the disk at most, and put right when it has been written.
 
@@ -462,22 +461,23 @@ class DiskBudget:
     def __init__(self, run_path: str, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._run_path = run_path
-        self._committed_bytes = _FIXED_BYTES + _size_of(run_path)
+        self._used_bytes = _FIXED_BYTES + _size_of(run_path)
+        self._pending_bytes = 0  # of those that are used: what is not written yet
         self._free_bytes: int | None = None
         self._looked_at = 0.0
-        self._shards: set[tuple[str, tuple[int, ...]]] = set()
+        self._shards: set[tuple[str, str]] = set()
 
-    def take(self, num_bytes: int, num_captures: int, array: str, shard: tuple[int, ...], num_entries: int) -> int:
-        """Commit room for captures, and return how many bytes that is.
+    def take(self, num_bytes: int, num_captures: int = 1, *, array: str = "", shard: str = "", num_entries: int = 0) -> int:
+        """Set room aside for captures, and return how many bytes to `settle` for it.
 
         Parameters
         ----------
         num_bytes : int
-            Bytes of their chunks.
+            Bytes of their chunks, with padding.
         num_captures : int
             How many.
-        array, shard
-            Where they go; a shard that is new takes its index.
+        array, shard : str
+            Where they go: a shard that is new takes its index, and one that is sealed has to be cloned.
         num_entries : int
             Entries of that index.
 
@@ -486,21 +486,29 @@ class DiskBudget:
         DiskBudgetSpent
             If there is no room for them.
         """
-        wanted = num_bytes + num_captures * _ROW_BYTES
-        is_new = (array, shard) not in self._shards
-        tail_bytes = 16 * num_entries + _SHARD_BYTES if is_new else 0
-        if self._committed_bytes + wanted + tail_bytes > self.max_bytes:
+        wanted: int = num_bytes + num_captures * (_ROW_BYTES + FRAME_ROW_BYTES)
+        tail_bytes = 0
+        if array and (array, shard) not in self._shards:
+            tail_bytes = tail_bytes_of(num_entries) + _size_of_file(os.path.join(self._run_path, LAYERS_DIR, array, shard))
+        if self._used_bytes + wanted + tail_bytes > self.max_bytes:
             raise DiskBudgetSpent(f"the run would take more than max_bytes={self.max_bytes:,}")
         self._look()
-        if self._free_bytes is not None and wanted + tail_bytes > self._free_bytes:
+        if self._free_bytes is not None and self._pending_bytes + wanted + tail_bytes > self._free_bytes:
             raise DiskBudgetSpent(f"the file system of {self._run_path} is almost full")
-        self._shards.add((array, shard))
-        self._committed_bytes += wanted + tail_bytes
+        if array:
+            self._shards.add((array, shard))
+        self._used_bytes += wanted + tail_bytes
+        self._pending_bytes += wanted
         return wanted
 
     def settle(self, taken: int, num_bytes: int, num_captures: int) -> None:
-        """Put right what was taken: the captures have been written, and took so many bytes."""
-        self._committed_bytes += num_bytes + num_captures * _ROW_BYTES - taken
+        """Put right what was taken: the captures have been written, and took so many bytes. What their rows take in the journal is put right by `add`."""
+        self._used_bytes += num_bytes + num_captures * (_ROW_BYTES + FRAME_ROW_BYTES) - taken
+        self._pending_bytes -= taken
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that were written beside captures, or, if there are fewer than none, that are gone again."""
+        self._used_bytes += num_bytes
 
     def _look(self) -> None:
         """Ask the file system now and then."""
@@ -512,6 +520,18 @@ class DiskBudget:
             except OSError:
                 return
             self._free_bytes = status.f_bavail * status.f_frsize - _LEAST_FREE_BYTES
+
+
+def tail_bytes_of(num_entries: int) -> int:
+    """Return what a shard takes on the disk beside its chunks and rows."""
+    return 16 * num_entries + _SHARD_BYTES
+
+
+def _size_of_file(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
 
 
 def _size_of(directory: str) -> int:

@@ -217,8 +217,8 @@ class RunLock:
     def _acquire(self) -> None:
         own = f"{self._path}.{self.token}"
         with _in_turn(os.path.dirname(self._path)):
-            write_new(own, self._contents)  # the lock appears with its contents, all at once
             try:
+                write_new(own, self._contents)  # the lock appears with its contents, all at once
                 for _ in range(3):
                     if self._link(own):
                         break

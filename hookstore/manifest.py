@@ -406,6 +406,7 @@ class ManifestWriter:
         self._descriptor = -1
         self._log = RowLog()
         self._num_rows = 0
+        self.num_bytes = 0  # of the segment
 
     @property
     def is_segment_full(self) -> bool:
@@ -435,6 +436,7 @@ class ManifestWriter:
         system.unlink(self._segment_path())
         self._log = RowLog()
         self._num_rows = 0
+        self.num_bytes = 0
 
     def close(self) -> None:
         """Close the segment as it is."""
@@ -456,6 +458,7 @@ class ManifestWriter:
         path = self._segment_path()
         try:
             write_all(self._descriptor, _frame_header(kind, contents) + contents, path)
+            self.num_bytes += FRAME_BYTES + len(contents)
             check_linked(self._descriptor, path)
         except OSError as error:
             error.filename = path

@@ -24,13 +24,14 @@ from hookstore import __version__
 from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, NotARunError, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
-from hookstore.files import DiskBudget, sync_directory, system, write_atomically
+from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.format import (
     DTYPES,
     FORMAT_VERSION,
     JOURNAL_DIR,
     KINDS,
     LAYERS_DIR,
+    LOCK_FILE,
     MANIFEST_DIR,
     PAGE_BYTES,
     RUN_FILE,
@@ -218,9 +219,9 @@ def record(
             leftover=leftover,
         )
     except BaseException:
-        close_lock(run_path, lock)
         if begin is _create_run:
-            shutil.rmtree(run_path, ignore_errors=True)  # what could not begin must not stand in the way of the next try
+            shutil.rmtree(run_path, ignore_errors=True)  # what could not begin must not stand in the way of the next try; all of it is ours
+        close_lock(run_path, lock)
         raise
 
 
@@ -289,11 +290,18 @@ class Recorder:
         self._hooks = ModelHooks(model, layers, kinds, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
-        self._writer.start()
-        self._hooks.update()
-        _ACTIVE.add(self)
         self._handled = sys.exc_info()[1]  # what is being handled around the whole recording does not end it
-        self._sigterm = FlushOnSigterm(self._flush_before_death) if flush_on_sigterm else None
+        self._sigterm: FlushOnSigterm | None = None
+        try:
+            self._writer.start()
+            self._hooks.update()
+            _ACTIVE.add(self)
+            if flush_on_sigterm:
+                self._sigterm = FlushOnSigterm(self._flush_before_death)
+        except BaseException:  # an interrupt, say: the model must not keep hooks that nobody can remove
+            self._hooks.remove()
+            self._writer.stop()
+            raise
 
     def _encode(self, array: Array, chunk: memoryview) -> bytes:
         return self._writer.encoder.encode(array, chunk)
@@ -388,6 +396,8 @@ class Recorder:
     def _close(self, error: BaseException | None) -> None:
         """Close; ``error`` is what ends the recording before its time."""
         if self._is_closed:
+            if os.getpid() == self._pid and not self._writer.has_ended:  # an interrupt broke off the first
+                self._writer.stop()
             return
         self._stager.check_not_staging("close()")
         self._is_closed = True
@@ -515,7 +525,10 @@ def _holds_something(run_path: str) -> bool:
         return False
     except NotADirectoryError:
         return True
-    return RUN_FILE in names or not names <= {JOURNAL_DIR, LAYERS_DIR, MANIFEST_DIR, f".{RUN_FILE}{WRITING_SUFFIX}"}
+    if not names <= {JOURNAL_DIR, LAYERS_DIR, MANIFEST_DIR, f".{RUN_FILE}{WRITING_SUFFIX}"}:
+        return True
+    inside = [name for directory in (LAYERS_DIR, MANIFEST_DIR) for name in list_names(os.path.join(run_path, directory))]
+    return bool(inside) or any(not name.startswith(LOCK_FILE) for name in list_names(os.path.join(run_path, JOURNAL_DIR)))
 
 
 def _create_run(run_path: str, model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
@@ -571,6 +584,7 @@ def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
             warnings.warn(f"taking up {run_path}: {problem}", CaptureWarning, stacklevel=4)
         known = {layer["name"] for layer in contents["layers"]}
         contents["layers"] += [_describe_layer(layer) for layer in layers if layer.name not in known]
+        _tell_apart(contents["layers"])
         attempts = [attempt for attempt in contents.get("attempts", []) if isinstance(attempt, dict)]
         # (one that could not begin has left its number there, and nothing else)
         numbers = [number for attempt in attempts if isinstance(number := attempt.get("attempt"), int)]
@@ -581,6 +595,14 @@ def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
         close_lock(run_path, lock)
         raise
     return lock, leftover
+
+
+def _tell_apart(layers: list[dict[str, Any]]) -> None:
+    """Drop aliases that are another layer's name or alias: modules that were one when recording began may be two by now, or the other way round."""
+    taken = {layer["name"] for layer in layers}
+    for layer in layers:
+        layer["aliases"] = [alias for alias in layer.get("aliases", []) if alias not in taken]
+        taken.update(layer["aliases"])
 
 
 def _attempt(number: int, model: nn.Module, description: dict[str, Any]) -> dict[str, Any]:

@@ -252,6 +252,7 @@ class _TakeUp:
         self.pieces: dict[Key, pa.Table] = {}  # of the manifest
         self.used: set[Key] = set()  # names that must not be used again
         self.damaged: set[Key] = set()  # parts that were
+        self.unreadable: list[str] = []  # what is wrong with arrays that nobody can go on with
         self.is_manifest_whole = True
 
     def run(self, *, thorough: bool) -> Leftover:
@@ -259,6 +260,8 @@ class _TakeUp:
             if not os.path.isdir(directory):
                 system.mkdir(directory)
         self._find_files()
+        if self.unreadable and not thorough:
+            raise CorruptRunError(f"{self.unreadable[0]}; bring it back from a copy, or record into a new run", path=self.layers_path)
         segments, damaged_parts = self._find_manifest()
         self.report.was_finished = not segments and not any(self.hidden.values())
         self._make_durable()
@@ -306,6 +309,7 @@ class _TakeUp:
             self.arrays[array] = read_array(self.run_path, array)
         except CorruptRunError as error:
             self._problem(f"{error}; its shards are left as they are")
+            self.unreadable.append(str(error))
             return
         names = [name for name in list_names(directory) if _is_regular(os.path.join(directory, name))]
         self.sealed[array] = {name for name in names if is_shard_key(name)}
@@ -400,7 +404,7 @@ class _TakeUp:
         offsets, lengths, crcs = (np.asarray(rows[name].combine_chunks()) for name in ("offset", "length", "crc32c"))
         for (array, key), positions in groups.items():
             unsure = positions[positions >= num_durable]
-            if array and unsure.size:
+            if array in self.arrays and unsure.size:  # what is not known is not lost
                 is_right = np.zeros(unsure.size, dtype=bool)
                 for path in self._files_of(array, key):
                     is_right |= check_chunks(path, offsets[unsure], lengths[unsure], crcs[unsure])
@@ -429,7 +433,7 @@ class _TakeUp:
 
     def _rows(self) -> pa.Table:
         """Return all rows, in the order in which they were acknowledged."""
-        return join_pieces(self.pieces)
+        return join_pieces(self.pieces).combine_chunks()  # rows are taken from it again and again
 
     def _find_rows_in_shards(self) -> None:
         """Find the rows that sealed shards carry and the manifest lacks."""
@@ -484,8 +488,8 @@ class _TakeUp:
                 positions = groups.of(array, key)
                 mine = rows.take(pa.array(positions[is_captured[positions]]))
                 mine = mine.filter(pa.array(self._are_inside(array, key, mine)))
-                mend = self._make_whole if key in self.hidden[array] else self._give_index
-                keep = mend(array, key, mine)
+                keep = key in self.hidden[array] and self._make_whole(array, key, mine)
+                keep = keep or (key in self.broken[array] and self._give_index(array, key, mine))
                 if keep:
                     unsealed.append(Unsealed(spec, parse_shard_key(key, len(spec.shard_shape)), mine))
         return unsealed
@@ -563,7 +567,9 @@ class _TakeUp:
             sync_directory(self.run_path)
         relative = os.path.relpath(path, self.run_path)
         name = relative.removeprefix(f"{LAYERS_DIR}/").replace("/", "%2f")[-250:]
-        system.replace(path, os.path.join(directory, name))
+        taken = set(list_names(directory))
+        target = next(one for one in itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1))) if one not in taken)
+        system.replace(path, os.path.join(directory, target))
         sync_directory(directory)
         sync_directory(os.path.dirname(path))
 
@@ -603,20 +609,17 @@ def _is_regular(path: str) -> bool:
 
 def _mark_of_death(rows: pa.Table) -> pa.Table:
     """Return a row that marks the batch that was under way when the writer died, as far as the rows tell."""
-    captured = [
-        row for row in rows.select(["phase", "epoch", "batch", "step", "kind", "rank", "attempt", "wall_time"]).to_pylist() if row["kind"]
-    ]
-    times = np.asarray(rows["wall_time"].combine_chunks().view(pa.int64()))
-    if not captured or rows["status"][rows.num_rows - 1].as_py() == "partial":
+    if rows["status"][rows.num_rows - 1].as_py() == "partial":
         return SCHEMA.empty_table()
-    position = int(times.argmax())
+    newest = rows["wall_time"].chunks[-1]  # acknowledged together; clocks are set back in between, and in that order layers take turns
+    position = rows.num_rows - len(newest) + int(np.asarray(newest.view(pa.int64())).argmax())
     last = rows.slice(position, 1).to_pylist()[0]
     block = partial_block(
         (last["phase"], last["epoch"], last["batch"]),
         step=last["step"],
         rank=last["rank"],
         attempt=last["attempt"],
-        wall_time=int(times[position]),
+        wall_time=rows["wall_time"].chunks[-1].view(pa.int64())[position - rows.num_rows].as_py(),
         reason="the recording process ended without closing the run; captures of this batch, and of those within a second before it, may be missing",
     )
     return pa.Table.from_batches([make_batch([block])], schema=SCHEMA)

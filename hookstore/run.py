@@ -19,7 +19,20 @@ import pyarrow.compute as pc
 
 from hookstore.captures import MOST_SHARD_BYTES, Captures, LayerRun, RowIndex, ranges
 from hookstore.errors import CorruptRunError, MissingCaptureError, OptionError, UnknownLayerError
-from hookstore.format import CRC_BYTES, DTYPES, JOURNAL_DIR, KINDS, LAYERS_DIR, ArraySpec, DType, fits_chunk, is_shard_key
+from hookstore.files import list_names
+from hookstore.format import (
+    CRC_BYTES,
+    DTYPES,
+    JOURNAL_DIR,
+    KINDS,
+    LAYERS_DIR,
+    LOCK_FILE,
+    ArraySpec,
+    DType,
+    fits_chunk,
+    is_shard_key,
+    parse_segment_name,
+)
 from hookstore.lock import holder
 from hookstore.manifest import SCHEMA, ManifestReader
 from hookstore.metadata import read_array, read_description
@@ -238,7 +251,7 @@ class Run:
 
     @property
     def _state(self) -> str:
-        if not os.path.isdir(os.path.join(self.path, JOURNAL_DIR)):
+        if not any(name == LOCK_FILE or parse_segment_name(name) for name in list_names(os.path.join(self.path, JOURNAL_DIR))):
             return "finished"
         return "unfinished" if holder(self.path) is None else "recording"
 
@@ -249,7 +262,7 @@ class Run:
         if here:
             return here[0]["status"], here[0]["reason"]
         for row in self._batch_rows:
-            if row["status"] == "stopped" and (row["epoch"], row["batch"]) < (epoch, batch):
+            if row["status"] == "stopped" and row["attempt"] == self.attempts[-1] and (row["epoch"], row["batch"]) < (epoch, batch):
                 return "stopped", f"recording had stopped in epoch {row['epoch']}, batch {row['batch']}, since {row['reason']}"
         return None, ""
 

@@ -196,7 +196,7 @@ class Samples:
 
     def _check(self, captures: np.ndarray[Any, Any]) -> None:
         """Look at the chunks of captures that nobody has looked at yet."""
-        run, index = self._captures.run, self._captures._index
+        run, index = self._captures.run, self._index
         new = ~self._is_checked[captures]
         for capture in np.unique(captures[new]).tolist() if new.any() else ():
             chunk, chunk_shape = run._locate(index.place(int(self._positions[capture])))
@@ -221,7 +221,7 @@ class Samples:
             for low in range(0, len(rows), together):
                 out[places[low : low + together]] = self._read(source, offsets[low : low + together])
             return
-        run, index = self._captures.run, self._captures._index
+        run, index = self._captures.run, self._index
         for low, high in _stretches(captures):
             chunk, _ = run._locate(index.place(int(self._positions[captures[low]])))
             out[places[low:high]] = self._read(source, offsets[low:high], run._reader.read(*chunk))

@@ -134,11 +134,14 @@ class ShardWriter:
         self.path = os.path.join(directory, unsealed_name(self.key))
         self.sealed_path = os.path.join(directory, self.key)
         self.num_bytes = 0  # of the file so far
+        self.cloned_bytes = 0  # of them those that stand in a sealed shard as well
         self._files = files
         self._entries = SpooledRecords(files.spool, _ENTRY_DTYPE)
         self._earlier_rows = (0, 0)  # where they are in the spool
         if adopted is not None:
             self._adopt(adopted)
+        elif os.path.exists(self.path):
+            raise FileExistsError(errno.EEXIST, "there is an unsealed shard that nobody has taken up", self.path)
         elif os.path.exists(self.sealed_path):
             self._take_up_sealed()
 
@@ -151,8 +154,13 @@ class ShardWriter:
 
     def _take_up_sealed(self) -> None:
         """Go on with a clone of the sealed shard: a plain reader that holds the old index must go on finding its chunks where they were."""
+        try:
+            index, rows = read_sealed(self.sealed_path, self.spec.num_entries)
+        except CorruptRunError as error:
+            error.add_note("`hookstore recover` gives it a new end, if the manifest has its rows")
+            raise
         clone_file(self.sealed_path, os.path.join(os.path.dirname(self.path), cloning_name(self.key)), self.path)
-        index, rows = read_sealed(self.path, self.spec.num_entries)
+        self.cloned_bytes = os.path.getsize(self.path)
         self._keep_rows(rows)
         entries = np.flatnonzero(index[:, 1] != MISSING)
         self._note(entries, index[entries, 0], index[entries, 1], align(os.path.getsize(self.path), PAGE_BYTES))

@@ -131,7 +131,8 @@ class Sink:
         if not self.is_active:
             return  # another thread did
         self.is_active = False
-        self._stager.note(self._of_batch(where, "stopped", reason))
+        with contextlib.suppress(BaseException):  # where the writer has failed meanwhile, there is no manifest to say it in
+            self._stager.note(self._of_batch(where, "stopped", reason))
         warnings.warn(
             f"recording stopped in epoch {where.epoch}, batch {where.batch}: {reason}; training goes on without",
             CaptureWarning,

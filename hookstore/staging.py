@@ -149,16 +149,19 @@ class Oversize:
         Coordinates of its shard.
     num_bytes : int
         Bytes of its encoded chunk, without the checksum.
+    disk_bytes : int
+        What was set aside for it on the disk.
     file_offset, crc : int
         Where it goes, and the checksum of the pieces so far; kept by the writer.
     """
 
-    __slots__ = ("capture", "crc", "file_offset", "num_bytes", "shard")
+    __slots__ = ("capture", "crc", "disk_bytes", "file_offset", "num_bytes", "shard")
 
     def __init__(self, capture: Capture, shard: tuple[int, ...], num_bytes: int) -> None:
         self.capture = capture
         self.shard = shard
         self.num_bytes = num_bytes
+        self.disk_bytes = 0
         self.file_offset = -1
         self.crc = 0
 
@@ -481,6 +484,9 @@ class Stager:
         """
         if self.failure is not None:
             raise self.failure
+        if self.disk is not None and capture.status not in ("partial", "stopped"):
+            with self._lock:
+                self.disk.settle(self.disk.take(0), 0, 1)
         self.queue.put(capture)
 
     def _copy(self, array: Array, start: int, shape: tuple[int, ...], tensor: torch.Tensor) -> Transfer | None:
@@ -650,7 +656,7 @@ class Stager:
         if self.disk is not None:
             try:
                 region.disk_bytes = self.disk.take(
-                    region.num_slots * array.stride_bytes, region.num_slots, array.path, shard, array.spec.num_entries
+                    num_bytes, region.num_slots, array=array.path, shard=array.spec.shard_key(shard), num_entries=array.spec.num_entries
                 )
             except DiskBudgetSpent:
                 self._free.give_back(offset, num_bytes)
@@ -686,11 +692,16 @@ class Stager:
             encoded = self._encode(array, memoryview(chunk.cpu().view(torch.uint8).numpy()))  # type: ignore[arg-type]
             chunk = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         num_bytes = chunk.numel() * chunk.element_size()
-        if self.disk is not None:
-            with self._lock:
-                self.disk.take(align(num_bytes + CRC_BYTES, PAGE_BYTES), 1, array.path, shard, array.spec.num_entries)
         flat = chunk.view(torch.uint8)
         oversize = Oversize(capture, shard, num_bytes)
+        if self.disk is not None:
+            with self._lock:
+                oversize.disk_bytes = self.disk.take(
+                    align(num_bytes + CRC_BYTES, PAGE_BYTES),
+                    array=array.path,
+                    shard=array.spec.shard_key(shard),
+                    num_entries=array.spec.num_entries,
+                )
         longest = min(_PIECE_BYTES, max(PAGE_BYTES, self.arena_bytes // 2 // PAGE_BYTES * PAGE_BYTES))
         for start in range(0, num_bytes, longest):
             length = min(longest, num_bytes - start)
@@ -731,6 +742,15 @@ class Stager:
             if self.disk is not None and isinstance(staged, Region):
                 self.disk.settle(staged.disk_bytes, staged.written_bytes, staged.num_captures)
             self._room.notify_all()
+
+    def count_written(self, num_bytes: int, *, oversize: Oversize | None = None) -> None:
+        """Count what the writer has written beside regions: a capture in pieces, or, of any number of bytes, what is no capture."""
+        if self.disk is not None:
+            with self._lock:
+                if oversize is not None:
+                    self.disk.settle(oversize.disk_bytes, num_bytes, 1)
+                else:
+                    self.disk.add(num_bytes)
 
     def close_regions(self, *, older_than_s: float = 0.0) -> None:
         """Hand over the open regions that hold something and were opened at least that long ago."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,6 @@ from hookstore.format import (
     is_array_path,
     is_shard_key,
     parse_shard_key,
-    parse_unsealed_name,
     unsealed_name,
 )
 from hookstore.manifest import ManifestReader, RowGroups, stream_to_table
@@ -144,13 +144,24 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None, nu
     jobs = check.jobs()
     total = sum(job.num_bytes for job in jobs)
     done = 0
+    faulty: dict[tuple[str, str], list[Fault]] = {}
     with ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1)) as pool:
         for job, faults in zip(jobs, pool.map(check.shard, jobs), strict=True):
-            for fault in faults:
-                found._add(fault)
+            if faults:
+                faulty[job.array, job.key] = faults
             done += job.num_bytes
             if progress is not None:
                 progress(done, total, "reading shards")
+    for _ in range(_TRIES):
+        # A live run goes on meanwhile: a shard that was sealed after the manifest was read has rows that came later.
+        rows = reader.read() if faulty else check.rows
+        if rows.num_rows == check.rows.num_rows:
+            break
+        check = _Check(run_path, rows, Verification(run_path))
+        again = [job for job in check.jobs() if (job.array, job.key) in faulty]
+        faulty = {(job.array, job.key): faults for job in again if (faults := check.shard(job))}
+    for fault in itertools.chain.from_iterable(faulty.values()):
+        found._add(fault)
     return found
 
 
@@ -247,9 +258,8 @@ class _Check:
                 if not is_array_path(array) or leads_outside(self.run_path, directory):
                     continue
                 for file in list_names(directory):
-                    key = parse_unsealed_name(file) or file
-                    if is_shard_key(key) and (array, key) not in known and key == file:
-                        yield array, key
+                    if is_shard_key(file) and (array, file) not in known:
+                        yield array, file
 
     # One shard, on any thread -------------------------------------------------------------------------------------
 

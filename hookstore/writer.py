@@ -29,8 +29,8 @@ from crc32c import crc32c
 from hookstore.arrays import ArrayStore
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderClosedError
-from hookstore.files import sync_directory, sync_paths, system
-from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, Row
+from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
+from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, Row, align
 from hookstore.layout import Array, Capture
 from hookstore.lock import RunLock
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
@@ -231,9 +231,11 @@ class Writer:
         self._num_encoded = 0  # regions that encoders have or have had, and that are not written yet
         self._blocks: list[tuple[RowBlock, ShardWriter | None]] = []
         self._noted_at = self._swept_at = self._synced_at = time.monotonic()
+        self._journal_bytes = 0  # that are counted
         self._needs_mark = False
         self._stopping = False
         self._is_finished = False
+        self._ended = threading.Event()
         self._main = threading.main_thread()
         self._rows_of: dict[ShardWriter, ShardRows] = {}
         for unsealed in before.unsealed:
@@ -270,9 +272,17 @@ class Writer:
             What stopped the writer.
         """
         self._stager.queue.put(_Stop())
+        # (Python 3.11 takes a thread for ended when Ctrl-C breaks off join(), and does not wait for it at the end of the process)
+        while not self._ended.wait(_POLL_S):
+            pass
         self._thread.join()
         if not self._is_finished:
             self._raise_failure()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has done its work."""
+        return self._ended.is_set()
 
     @property
     def is_alive(self) -> bool:
@@ -287,6 +297,7 @@ class Writer:
         """Make a shard that a dead writer left one of this writer's own, the one used longest ago."""
         shard = unsealed.adopt(os.path.join(self._run_path, LAYERS_DIR), self._files)
         self._shards.setdefault(unsealed.spec.path, {})[unsealed.shard] = shard
+        self._stager.count_written(tail_bytes_of(unsealed.spec.num_entries))
         self._rows_of[shard] = ShardRows(self._files.spool)
 
     # The thread ---------------------------------------------------------------------------------------------------
@@ -313,6 +324,7 @@ class Writer:
             self.encoder.stop()
             if self._lock is not None:
                 self._lock.release()
+            self._ended.set()
 
     def _turn(self) -> None:
         """Do what has come, or what time asks for."""
@@ -406,7 +418,7 @@ class Writer:
             if slot in region.holes:
                 continue
             numbers["shape"][np.searchsorted(prepared.slots, slot)] = shapes.setdefault(shape, len(shapes))
-        region.written_bytes = int(numbers["length"].sum()) if prepared.chunks is not None else len(numbers) * spec.stride_bytes
+        region.written_bytes = shard.num_bytes - int(numbers["offset"].min()) // PAGE_BYTES * PAGE_BYTES
         self._stager.release(region)
         block = RowBlock(
             phase=spec.phase,
@@ -478,6 +490,7 @@ class Writer:
         shard.write_piece(memory, oversize.file_offset + piece.start)
         self._stager.release(piece)
         if piece.is_last:
+            self._stager.count_written(align(oversize.num_bytes + CRC_BYTES, PAGE_BYTES), oversize=oversize)
             shard.finish_pieces(
                 capture.array.spec.entries(where.epoch, where.batch, capture.call), oversize.file_offset, oversize.num_bytes
             )
@@ -551,6 +564,7 @@ class Writer:
             return
         batch = make_batch([block for block, _ in self._blocks])
         self._manifest.append(batch)
+        self._count_journal(batch.num_rows)
         self._needs_mark = True
         self.num_acknowledged += batch.num_rows
         for block, shard in self._blocks:
@@ -578,7 +592,13 @@ class Writer:
         self._synced_at = time.monotonic()
         if self._manifest.is_segment_full:
             self._manifest.finish_segment()
+        self._count_journal(0)
         self._answer()
+
+    def _count_journal(self, num_rows: int) -> None:
+        """Count what the journal takes on the disk; that of rows was set aside with their captures."""
+        self._stager.count_written(self._manifest.num_bytes - self._journal_bytes - num_rows * FRAME_ROW_BYTES)
+        self._journal_bytes = self._manifest.num_bytes
 
     def _sync_files(self) -> None:
         sync_paths(self._arrays.unsynced | self._new_directories | {shard.path for shard in self._dirty.values()}, self._run_path)
@@ -603,6 +623,7 @@ class Writer:
             rows.clear()
             self._dirty.pop(shard.path, None)
         publish(shards, self._run_path)
+        self._stager.count_written(-sum(shard.cloned_bytes for shard in shards))
 
     def _finish(self) -> None:
         """Seal every shard, publish exact extents, turn the journal into a part."""

@@ -660,7 +660,7 @@ def test_times_that_python_does_not_have(recorded, copied, time_us, where):
     if where == "part":
         put_part(copied, encode_part([batch]), index=77)
     else:
-        (copied / "journal" / segment_name(0, 0, 77)).write_bytes(frames(batch))
+        (copied / "journal" / segment_name(0, 1, 0)).write_bytes(frames(batch))
     with pytest.warns(hookstore.CaptureWarning, match="000077.*outside the years 1 to 9999"):
         hookstore.open(copied).close()
     assert what_is_readable(recorded, copied) == recorded.values.keys()
@@ -687,7 +687,7 @@ def test_compressed_rows_are_not_unpacked(recorded, copied, codec):
     """No writer of this format compresses them, and a megabyte may become many gigabytes."""
     batch = some_rows(recorded)
     assert read_segment(frames(batch)).batches[0].equals(batch), "the frames as such are right"
-    segment = copied / "journal" / segment_name(0, 0, 77)
+    segment = copied / "journal" / segment_name(0, 1, 0)
     segment.write_bytes(frames(batch, options=pa.ipc.IpcWriteOptions(compression=codec)))
     with pytest.warns(hookstore.CaptureWarning, match="000077.*the rows are compressed"):
         hookstore.open(copied).close()
@@ -703,7 +703,7 @@ def test_compressed_rows_are_not_unpacked(recorded, copied, codec):
 )
 def test_journals_of_another_schema(recorded, copied, schema):
     batch = some_rows(recorded)
-    (copied / "journal" / segment_name(0, 0, 77)).write_bytes(frames(batch, schema=schema))
+    (copied / "journal" / segment_name(0, 1, 0)).write_bytes(frames(batch, schema=schema))
     is_same = len(schema) == len(SCHEMA)
     if is_same:
         with open_quietly(copied) as run:
