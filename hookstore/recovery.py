@@ -36,6 +36,7 @@ from hookstore.format import (
     ArraySpec,
     Row,
     cloning_name,
+    is_array_path,
     is_shard_key,
     parse_part_name,
     parse_segment_name,
@@ -404,7 +405,8 @@ class _TakeUp:
         offsets, lengths, crcs = (np.asarray(rows[name].combine_chunks()) for name in ("offset", "length", "crc32c"))
         for (array, key), positions in groups.items():
             unsure = positions[positions >= num_durable]
-            if array in self.arrays and unsure.size:  # what is not known is not lost
+            is_gone = is_array_path(array) and not os.path.isdir(os.path.join(self.layers_path, array))
+            if unsure.size and (array in self.arrays or is_gone):  # what is in an array that cannot be read is not known, and so not lost
                 is_right = np.zeros(unsure.size, dtype=bool)
                 for path in self._files_of(array, key):
                     is_right |= check_chunks(path, offsets[unsure], lengths[unsure], crcs[unsure])

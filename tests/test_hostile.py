@@ -287,7 +287,7 @@ def test_the_command_line_prints_no_markup_and_no_escapes_of_a_run(copied):
     description["layers"].append({"name": nasty})
     (copied / "run.json").write_text(json.dumps(description))
     row = Row(*("train", 9, 9, 0, 0, 0, nasty, "activation", "", 0, 0, "", (0,), nasty, 0, 0, None, "", 0, 0, 0, nasty, nasty))
-    put_part(copied, encode_part([make_batch([RowBlock.of(row)])]), index=77)
+    put_part(copied, encode_part([make_batch([RowBlock.of(row)])]), attempt=77)
     for command in ("info", "verify"):
         done = CliRunner().invoke(app, [command, str(copied)])
         assert done.exception is None or isinstance(done.exception, SystemExit)
@@ -500,8 +500,8 @@ def rewrite(path: Path, edit: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def put_part(path: Path, contents: bytes, index: int = 0) -> Path:
-    part = path / "manifest" / part_name(0, 0, index, crc32c(contents))
+def put_part(path: Path, contents: bytes, attempt: int = 0) -> Path:
+    part = path / "manifest" / part_name(0, attempt, 0, crc32c(contents))
     part.write_bytes(contents)
     return part
 
@@ -658,10 +658,10 @@ def test_times_that_python_does_not_have(recorded, copied, time_us, where):
     row = Row(*("train", 9, 9, 0, 0, 0, "first", "activation", "", 0, 0, "", (0,), "float32", 0, time_us, None, "", 0, 0, 0, "ok", ""))
     batch = make_batch([RowBlock.of(row)])
     if where == "part":
-        put_part(copied, encode_part([batch]), index=77)
+        put_part(copied, encode_part([batch]), attempt=77)
     else:
-        (copied / "journal" / segment_name(0, 1, 0)).write_bytes(frames(batch))
-    with pytest.warns(hookstore.CaptureWarning, match="000077.*outside the years 1 to 9999"):
+        (copied / "journal" / segment_name(0, 77, 0)).write_bytes(frames(batch))
+    with pytest.warns(hookstore.CaptureWarning, match="r0-a77-.*outside the years 1 to 9999"):
         hookstore.open(copied).close()
     assert what_is_readable(recorded, copied) == recorded.values.keys()
 
@@ -687,9 +687,9 @@ def test_compressed_rows_are_not_unpacked(recorded, copied, codec):
     """No writer of this format compresses them, and a megabyte may become many gigabytes."""
     batch = some_rows(recorded)
     assert read_segment(frames(batch)).batches[0].equals(batch), "the frames as such are right"
-    segment = copied / "journal" / segment_name(0, 1, 0)
+    segment = copied / "journal" / segment_name(0, 77, 0)
     segment.write_bytes(frames(batch, options=pa.ipc.IpcWriteOptions(compression=codec)))
-    with pytest.warns(hookstore.CaptureWarning, match="000077.*the rows are compressed"):
+    with pytest.warns(hookstore.CaptureWarning, match="r0-a77-.*the rows are compressed"):
         hookstore.open(copied).close()
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=codec)) as stream:
@@ -703,13 +703,13 @@ def test_compressed_rows_are_not_unpacked(recorded, copied, codec):
 )
 def test_journals_of_another_schema(recorded, copied, schema):
     batch = some_rows(recorded)
-    (copied / "journal" / segment_name(0, 1, 0)).write_bytes(frames(batch, schema=schema))
+    (copied / "journal" / segment_name(0, 77, 0)).write_bytes(frames(batch, schema=schema))
     is_same = len(schema) == len(SCHEMA)
     if is_same:
         with open_quietly(copied) as run:
             assert len(run.manifest) == 2 * len(batch)
     else:
-        with pytest.warns(hookstore.CaptureWarning, match="000077.*another schema"):
+        with pytest.warns(hookstore.CaptureWarning, match="r0-a77-.*another schema"):
             hookstore.open(copied).close()
 
 
@@ -748,7 +748,7 @@ def test_parts_that_unpack_to_far_too_much(recorded, copied):
     }
     for what, contents in bombs.items():
         assert len(contents) < 8 << 20
-        part = put_part(copied, contents, index=77)
+        part = put_part(copied, contents, attempt=77)
         before = pa.total_allocated_bytes()
         with pytest.raises(hookstore.CorruptRunError, match=what) as caught:
             load_part(str(part), crc32c(contents))
@@ -757,7 +757,7 @@ def test_parts_that_unpack_to_far_too_much(recorded, copied):
         assert pa.total_allocated_bytes() - before < 64 << 20
         part.unlink()
     contents = write_parquet(rows)
-    assert load_part(str(put_part(copied, contents, index=77)), crc32c(contents)).num_rows == len(rows), "nothing else is refused"
+    assert load_part(str(put_part(copied, contents, attempt=77)), crc32c(contents)).num_rows == len(rows), "nothing else is refused"
 
 
 def test_a_footer_at_which_arrow_would_end_the_process(recorded, tmp_path):

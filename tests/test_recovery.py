@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -812,3 +814,184 @@ def test_a_part_that_is_missing_is_told(path, tiny_shards):
     assert report.num_removed == 0
     check(path, [(range(10), 0.0)])
     assert hookstore.recover(path).problems == []
+
+
+# What a review found -----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_that_breaks_off_close_loses_nothing(tmp_path):
+    """Python 3.11 takes a thread for ended whose join() was interrupted; the writer goes on all the same, and is waited for."""
+    script = """
+        import os, signal, sys, threading, time
+        import torch, hookstore
+        from torch import nn
+        from hookstore.files import system
+        write = system.pwrite
+        system.pwrite = lambda *arguments: (time.sleep(0.02), write(*arguments))[1]
+        model = nn.Identity()
+        recorder = hookstore.record(model, sys.argv[1], layers="", buffer_bytes=8 << 20)
+        for batch in recorder.batches(range(30), epoch=0):
+            model(torch.full((20_000,), float(batch)))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            recorder.close()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        if sys.argv[2] == "again":
+            recorder.close()
+            print(hookstore.open(sys.argv[1]).info().state)
+    """
+    for again in ("again", "not again"):
+        path = tmp_path / again.replace(" ", "_")
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), path, again], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.stdout.split() == (["interrupted", "finished"] if again == "again" else ["interrupted"]), done.stderr
+        with hookstore.open(path) as run:
+            assert run.info().state == "finished"
+            assert [run[""].activation[0, batch][-1] for batch in run.batches(0)] == list(range(30))
+
+
+def test_an_interrupt_that_breaks_off_record_leaves_no_hooks(path, monkeypatch):
+    model = Model()
+
+    def interrupt(_hooks):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hookstore.hooks.ModelHooks.update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            record(path, range(2), model=model)
+    assert not model.small._forward_hooks
+    model(1.0)
+    assert not path.exists()
+    record(path, range(2), model=model)
+
+
+@pytest.mark.parametrize("mode", ["x", "a"])
+@pytest.mark.parametrize("where", ["layers", "manifest", "journal"])
+def test_a_directory_that_only_looks_like_one_of_ours_is_left_alone(path, mode, where):
+    (path / where).mkdir(parents=True)
+    (path / where / "thesis.tex").write_text("of a year")
+    with pytest.raises(hookstore.RunExistsError):
+        record(path, range(2), mode=mode)
+    assert (path / where / "thesis.tex").read_text() == "of a year"
+
+
+def test_samples_stay_what_they_were_when_the_run_is_refreshed(path):
+    record(path, range(3, 6))
+    for name in os.listdir(path / "manifest"):  # so that what comes later comes before
+        shutil.copy(path / "manifest" / name, path.parent)
+        os.unlink(path / "manifest" / name)
+    record(path, range(8, 10), value=10.0)
+    run = hookstore.open(path)
+    samples = run["small"].activation.samples()
+    before = [samples.where(row) for row in range(len(samples))]
+    hookstore.recover(path)
+    assert run.refresh() > 0
+    assert [samples.where(row) for row in range(len(samples))] == before
+    assert samples[:][:, 0].tolist() == [where[1] + 10.0 for where in before]
+    assert len(run["small"].activation.samples()) == 10
+    run.close()
+
+
+def test_modules_that_were_tied_and_are_no_more(path):
+    tied = nn.ModuleDict({"a": Passes()})
+    tied["b"] = tied["a"]
+    tied.forward = lambda value: tied["b"](torch.full((2,), value))
+    record(path, [0], model=tied)
+    untied = nn.ModuleDict({"a": Passes(), "b": Passes()})
+    untied.forward = lambda value: untied["b"](untied["a"](torch.full((2,), value)))
+    record(path, [1], model=untied)
+    record(path, [2], model=tied)
+    with hookstore.open(path) as run:
+        assert run.layers == ["a", "b"]
+        assert run["b"].activation[0, 1][0] == 1.0
+        assert run["a"].activation[0, 2][0] == 2.0
+    assert hookstore.verify(path).is_sound
+
+
+def test_an_array_that_cannot_be_read_is_neither_lost_nor_written_over(path):
+    record(path, range(3), dead=True)
+    file = path / "layers/small/activation/zarr.json"
+    contents = file.read_text()
+    file.write_text(contents[:40])
+    with pytest.raises(hookstore.CorruptRunError, match="bring it back from a copy, or record into a new run"):
+        record(path, range(3, 5))
+    report = hookstore.recover(path)
+    assert report.num_lost == 0
+    assert any("its shards are left as they are" in problem for problem in report.problems)
+    file.write_text(contents)
+    hookstore.recover(path)
+    check_zarr(path, check(path, [(range(3), 0.0)]))
+
+
+def test_a_sealed_shard_that_is_damaged_is_gone_on_with_after_recovery(path):
+    record(path, range(3))
+    shard = next(iter((path / "layers/small/activation").glob("c.*")))
+    shard.write_bytes(shard.read_bytes()[:-500])
+    with pytest.raises(hookstore.CorruptRunError) as caught:
+        record(path, range(3, 5))
+    assert any("hookstore recover" in note for note in caught.value.__notes__)
+    hookstore.recover(path)
+    record(path, range(3, 5))
+    assert hookstore.verify(path).is_sound
+    with hookstore.open(path) as run:
+        assert [run["small"].activation[0, batch][0, 0] for batch in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_verification_while_shards_are_sealed(path, tiny_shards):
+    """What was sealed after the manifest was read has rows that the manifest did not have then."""
+    model = Model()
+    stop = threading.Event()
+
+    def train():
+        with hookstore.record(model, path, buffer_bytes=1 << 20) as recorder:
+            for batch in recorder.batches(itertools.count(), epoch=0):
+                model(float(batch))
+                if batch % 10 == 0:
+                    recorder.flush()
+                if stop.is_set():
+                    return
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        while not (path / "run.json").exists() or not list(path.glob("manifest/*.parquet")):
+            time.sleep(0.01)
+        found = [hookstore.verify(path) for _ in range(15)]
+    finally:
+        stop.set()
+        thread.join()
+    assert [faults for one in found for faults in one.faults] == []
+    assert found[-1].num_captures > found[0].num_captures > 0
+
+
+def test_what_an_earlier_attempt_had_does_not_confuse(path):
+    """Leaves, and a stop, of an attempt that has been recorded again since."""
+
+    class Named(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name, self.inner = name, Passes()
+
+        def forward(self, value):
+            return self.inner({self.name: torch.full((2,), value)})
+
+    with pytest.warns(hookstore.CaptureWarning, match="recording stopped"):
+        record(path, range(2), model=Named("a"), layers="inner", max_bytes=1000)
+    record(path, [0, 2], model=Named("a"), layers="inner")
+    record(path, [0, 2], model=Named("b"), layers="inner", value=5.0)
+    with hookstore.open(path) as run:
+        assert run["inner"].activation[0, 0].tolist() == [5.0, 5.0]
+        assert run["inner"].activation.get(0, 0, leaf="a").tolist() == [0.0, 0.0]
+        with pytest.raises(hookstore.MissingCaptureError, match=r"was not captured; epoch 0 has batches 0, 2"):
+            run["inner"].activation[0, 1]
+
+
+def test_strange_files_in_the_journal_do_not_make_a_run_unfinished(path):
+    record(path, range(3), dead=True)
+    (path / "journal/.DS_Store").write_bytes(b"")
+    hookstore.recover(path)
+    with hookstore.open(path) as run:
+        assert run.info().state == "finished"
