@@ -487,13 +487,19 @@ class _TakeUp:
         for array, stored in self.arrays.items():
             spec = stored.spec
             for key in sorted(self.hidden[array] | self.broken[array]):
+                shard = parse_shard_key(key, len(spec.shard_shape))
+                if spec.shard_key(shard) != key:
+                    self._problem(
+                        f"{os.path.join(self.layers_path, array, key)} is no shard of an array like this one; it is left as it is"
+                    )
+                    continue
                 positions = groups.of(array, key)
                 mine = rows.take(pa.array(positions[is_captured[positions]]))
                 mine = mine.filter(pa.array(self._are_inside(array, key, mine)))
                 keep = key in self.hidden[array] and self._make_whole(array, key, mine)
                 keep = keep or (key in self.broken[array] and self._give_index(array, key, mine))
                 if keep:
-                    unsealed.append(Unsealed(spec, parse_shard_key(key, len(spec.shard_shape)), mine))
+                    unsealed.append(Unsealed(spec, shard, mine))
         return unsealed
 
     def _are_inside(self, array: str, key: str, rows: pa.Table) -> np.ndarray[Any, Any]:

@@ -995,3 +995,25 @@ def test_strange_files_in_the_journal_do_not_make_a_run_unfinished(path):
     hookstore.recover(path)
     with hookstore.open(path) as run:
         assert run.info().state == "finished"
+
+
+def test_shards_of_another_shape_than_their_array_are_left_alone(path):
+    """The zarr.json of two arrays were exchanged: the keys of the shards have another number of dimensions than the array."""
+
+    class Other(Model):
+        def forward(self, value):
+            self.large(torch.full((2, 3, 4), value))
+            return self.small(torch.full((2, 2), value))
+
+    record(path, range(3), dead=True, model=Other())
+    small, large = (path / "layers" / name / "activation/zarr.json" for name in ("small", "large"))
+    swapped = (
+        large.read_text().replace('"layer": "large"', '"layer": "small"'),
+        small.read_text().replace('"layer": "small"', '"layer": "large"'),
+    )
+    small.write_text(swapped[0])
+    large.write_text(swapped[1])
+    report = hookstore.recover(path)
+    assert sum("is no shard of an array like this one" in problem for problem in report.problems) == 2
+    assert len(list((path / "layers").glob("*/activation/.c.*.unsealed"))) == 2
+    assert not hookstore.verify(path).is_sound
