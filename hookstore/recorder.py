@@ -118,7 +118,7 @@ def record(
     model : torch.nn.Module
         The root module, on the CPU or on CUDA devices, not compiled.
     path : path-like
-        Directory of the run; must not exist or be empty.
+        Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``.
     layers : str, re.Pattern, type, callable, or iterable of these, optional
         Which layers: globs over ``named_modules()`` names, compiled regular expressions (searched), module types, predicates ``(name, module) -> bool``.
         The root is ``""``. By default every module without children.
