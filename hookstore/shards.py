@@ -419,6 +419,7 @@ def check_chunks(
             while left:
                 if not start <= at < end or (end - at < left and end - at < _CHECK_BYTES // 2):
                     start, end = at, at + os.preadv(descriptor, [window], at)
+                    _read_ahead(descriptor, end)
                     if end == start:
                         break
                 count = min(left, end - at)
@@ -429,6 +430,12 @@ def check_chunks(
     finally:
         os.close(descriptor)
     return is_right
+
+
+def _read_ahead(descriptor: int, offset: int) -> None:
+    """Let the system read on while what it has read is checked; it reads ahead by itself, but too little for a fast disk."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, 2 * _CHECK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 class Chunk(NamedTuple):
