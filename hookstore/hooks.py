@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import _symbolic_trace
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.layout import Call
 from hookstore.nested import argument_leaves, tensor_leaves
-from hookstore.schedule import Budget, Clock
+from hookstore.schedule import Budget
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
@@ -38,7 +37,7 @@ _is_symbolically_traced: Callable[[], bool] = (
 )
 
 
-class _InertCopy:
+class InertCopy:
     """Base of hooks: a copied or pickled model gets, in the hook's place, a method of the standard library that does nothing."""
 
     __slots__ = ()
@@ -108,7 +107,7 @@ class LayerHooks:
         stack = self.calls.stack
         sink = self.sink
         clock = sink.clock
-        coordinates = clock.here() if sink.is_active and not _is_traced() else None
+        coordinates = clock.here() if sink.is_active and not is_traced() else None
         if coordinates is None or _graph_task() != -1:  # the latter: activation checkpointing computes it again
             stack.append(None)
             return None
@@ -162,12 +161,12 @@ class LayerHooks:
         self.watches.clear()
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Say whether the model is being compiled, exported or traced instead of run."""
     return _is_compiling() or _is_tracing() or _is_symbolically_traced()
 
 
-class _PreHook(_InertCopy):
+class _PreHook(InertCopy):
     __slots__ = ("_hooks",)
 
     def __init__(self, hooks: LayerHooks) -> None:
@@ -188,7 +187,7 @@ class _PreHook(_InertCopy):
                         hooks.sink.put(hooks.name, "parameter", name, parameter, call)
 
 
-class _PostHook(_InertCopy):
+class _PostHook(InertCopy):
     __slots__ = ("_hooks",)
 
     def __init__(self, hooks: LayerHooks) -> None:
@@ -210,7 +209,7 @@ class _PostHook(_InertCopy):
                 hooks.see(list(tensor_leaves(output)), output, call)
 
 
-class _TimedHook(_InertCopy):
+class _TimedHook(InertCopy):
     """A hook whose time the budget counts."""
 
     __slots__ = ("_budget", "_hook")
@@ -222,114 +221,3 @@ class _TimedHook(_InertCopy):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         with self._budget.measured():
             self._hook(*args, **kwargs)
-
-
-class _TickHook(_InertCopy):
-    """Moves the automatic clock when the root module is called."""
-
-    __slots__ = ("_hooks",)
-
-    def __init__(self, hooks: ModelHooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        if _graph_task() == -1 and not _is_traced():
-            self._hooks.tick()
-
-
-class ModelHooks:
-    """All hooks of a recording. On batches that the schedule leaves out there are none on the layers.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The root, referred to weakly.
-    layers : iterable of Layer
-        What is recorded.
-    kinds : iterable of str
-        What to capture of each.
-    sink : Sink
-        Where it goes.
-    """
-
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
-        self._model = weakref.ref(model)
-        self._sink = sink
-        self._layers = [LayerHooks(layer, kinds, sink) for layer in layers]
-        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
-        self._tick_hook = _TickHook(self)
-        self._tick_handle: RemovableHandle | None = None
-        self._is_removed = False
-        self._step_handle = _count_steps(model, sink.clock)
-
-    def update(self) -> None:
-        """Register and remove hooks as the clock's position asks."""
-        if self._is_removed:
-            return
-        clock = self._sink.clock
-        self._install(wanted=clock.may_record)
-        if not clock.is_automatic and self._tick_handle is not None:
-            self._tick_handle.remove()
-            self._tick_handle = None
-        elif clock.is_automatic and self._tick_handle is None:
-            model = self._model()
-            if model is not None:
-                self._tick_handle = model.register_forward_pre_hook(self._tick_hook, prepend=True)
-
-    def tick(self) -> None:
-        """Go on to the next batch: the root module is being called."""
-        clock = self._sink.clock
-        clock.tick()
-        self._install(wanted=clock.here() is not None)
-
-    def _install(self, *, wanted: bool) -> None:
-        state = (wanted, self._sink.clock.is_automatic)
-        if state == self._state:
-            return
-        self._state = state
-        budget = self._sink.clock.budget
-        with contextlib.nullcontext() if budget is None else budget.measured():
-            self._install_each(wanted=wanted)
-
-    def _install_each(self, *, wanted: bool) -> None:
-        for layer in self._layers:
-            if wanted or (layer.name == "" and self._sink.clock.is_automatic):  # torch has listed the root's hooks before the clock ticks
-                layer.install()
-            elif layer.is_installed:
-                layer.remove()
-                layer.forget()
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether any layer has hooks."""
-        return any(layer.is_installed for layer in self._layers)
-
-    @property
-    def silent_layers(self) -> list[str]:
-        """Names of the layers of which no call was recorded."""
-        return [layer.name for layer in self._layers if not layer.was_called]
-
-    def remove(self) -> None:
-        """Remove every hook, for good."""
-        self._is_removed = True  # whatever the clock does from now on
-        self._sink.is_active = False
-        for layer in self._layers:
-            layer.remove()
-            layer.forget()
-        if self._tick_handle is not None:
-            self._tick_handle.remove()
-            self._tick_handle = None
-        self._step_handle.remove()
-
-
-def _count_steps(model: nn.Module, clock: Clock) -> RemovableHandle:
-    """Count the steps of optimizers that hold a parameter of the model."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-
-    def count(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if optimizer not in concerned:
-            concerned[optimizer] = any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
-        clock.step += concerned[optimizer]
-
-    return register_optimizer_step_post_hook(count)

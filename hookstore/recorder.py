@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hookstore import __version__
+from hookstore.attach import ModelHooks
 from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, NotARunError, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
@@ -39,7 +40,6 @@ from hookstore.format import (
     align,
     escape,
 )
-from hookstore.hooks import ModelHooks
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description

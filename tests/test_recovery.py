@@ -859,7 +859,7 @@ def test_an_interrupt_that_breaks_off_record_leaves_no_hooks(path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hookstore.hooks.ModelHooks.update", interrupt)
+        patch.setattr("hookstore.attach.ModelHooks.update", interrupt)
         with pytest.raises(KeyboardInterrupt):
             record(path, range(2), model=model)
     assert not model.small._forward_hooks
