@@ -49,6 +49,7 @@ class Sink:
         self._known: dict[tuple[object, ...], Array] = {}  # where tensors go that are copied as whole chunks within the host
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
+        self._cut_short: Coordinates | None = None
 
     def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
         """Stage one tensor, or note why it cannot be."""
@@ -176,6 +177,16 @@ class Sink:
             with contextlib.suppress(BaseException):
                 for here in self.clock.under_way:
                     self._stager.note(self._of_batch(here, "partial", reason))
+
+    def cut_short(self, here: Coordinates, reason: str) -> None:
+        """Mark a batch of which a forward was broken off while training goes on."""
+        if self.is_active and here is not self._cut_short:
+            self._cut_short = here
+            capture = self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing")
+            try:
+                self._stager.note(capture)
+            except BaseException as error:
+                self._failed(error, capture)
 
     def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Capture:
         """Make what stands for a whole batch in the manifest."""

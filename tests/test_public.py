@@ -84,7 +84,7 @@ def test_signatures_are_pinned():
             "read",
             "refresh",
         },
-        hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
+        hookstore.LayerRun: {"activation", "gradient", "input", "input_gradient", "kinds", "parameter", "parameter_gradient"},
         hookstore.Captures: {"get", "leaves", "row", "rows", "samples", "tensor"},
         hookstore.Samples: {"where"},
     }
@@ -113,7 +113,8 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks", "attach"),
+    *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink"),
+    *("watch", "shares", "recomputation", "optimizers", "hooks", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("samples", "captures", "run", "verification", "bench", "cli", "demo"),
 )
