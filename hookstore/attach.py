@@ -74,12 +74,13 @@ class ModelHooks:
         self._is_removed = False
         self._raised_hook = None if any(layer.name == "" for layer in selected) else _RaisedHook(sink)
         self._raised_handle: RemovableHandle | None = None
-        self._optimizers = OptimizerHooks(model, selected if "parameter_gradient" in wanted else (), sink)
+        self._optimizers = OptimizerHooks(model, selected if "parameter_gradient" in wanted else (), sink, sink.scaler)
 
     def update(self) -> None:
         """Register and remove hooks as the clock's position asks."""
         if self._is_removed:
             return
+        self._optimizers.turn()
         clock = self._sink.clock
         self._install(wanted=clock.may_record)
         if not clock.is_automatic and self._tick_handle is not None:
@@ -94,6 +95,7 @@ class ModelHooks:
         """Go on to the next batch: the root module is being called."""
         clock = self._sink.clock
         clock.tick()
+        self._optimizers.turn()
         self._install(wanted=clock.here() is not None)
 
     def _install(self, *, wanted: bool) -> None:
@@ -140,6 +142,8 @@ class ModelHooks:
 
     def remove(self) -> None:
         """Remove every hook, for good."""
+        with contextlib.suppress(BaseException):  # where the writer has failed, there is no manifest to say it in
+            self._optimizers.turn()
         self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
         for layer in self._layers:

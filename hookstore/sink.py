@@ -45,7 +45,7 @@ class Sink:
         self, stager: Stager, clock: Clock, *, dtype: str | None, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         self.is_active = True
-        self._scaler = scaler
+        self.scaler = scaler
         self.clock = clock
         self._stager = stager
         self._stored = {
@@ -61,8 +61,8 @@ class Sink:
         """Stage one tensor, or note why it cannot be."""
         if not self.is_active:
             return
-        if self._scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
-            call = call._replace(scale=_scale_of(self._scaler))
+        if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
+            call = call._replace(scale=_scale_of(self.scaler))
         key: tuple[object, ...] | None = None
         array = None
         try:
@@ -153,12 +153,13 @@ class Sink:
             stacklevel=2,
         )
 
-    def skip(self, capture: Capture, reason: str) -> None:
-        """Note a gap, and warn about the first of its layer and kind."""
+    def skip(self, capture: Capture, reason: str, topic: str | None = None) -> None:
+        """Note a gap, and warn about the first of its layer and kind, or of its topic, where it has one."""
         capture.status, capture.reason = "skipped", reason
         self._stager.note(capture)
-        if (capture.layer, capture.kind) not in self._warned:
-            self._warned.add((capture.layer, capture.kind))
+        key = (capture.layer, capture.kind) if topic is None else (topic, "")
+        if key not in self._warned:
+            self._warned.add(key)
             where = capture.coordinates
             warnings.warn(
                 f"{capture.kind} of layer {capture.layer!r} was not captured, first in epoch {where.epoch}, batch {where.batch}: {reason}",
@@ -206,14 +207,14 @@ class Sink:
         now = time.time_ns() // 1000
         return Capture("", "", "", "", coordinates, 0, 0, self.clock.step, (), now, status=status, reason=reason)
 
-    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "") -> None:
-        """Note that a value, or one leaf of it, could not be captured."""
+    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", topic: str | None = None) -> None:
+        """Note that a value, or one leaf of it, could not be captured; of all gaps with one topic only the first is warned about."""
         if not self.is_active:
             return
         capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
         capture.structure = call.structure
         try:
-            self.skip(capture, reason)
+            self.skip(capture, reason, topic)
         except BaseException as error:
             self._failed(error, capture)
 

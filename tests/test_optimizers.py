@@ -265,3 +265,96 @@ def test_hooks_on_optimizers_are_gone_at_the_end_and_keep_nothing(path):
             gc.enable()
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks
+
+
+# Under a GradScaler --------------------------------------------------------------------------------------------------
+
+
+def train_scaled(model, optimizer, scaler, factors):
+    for factor in factors:
+        optimizer.zero_grad()
+        scaler.scale((factor * model(torch.ones(1, 1))).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("bad", [{0}, {1}, {3}, {0, 1}, {1, 2, 3}])
+def test_steps_that_the_scaler_skips_are_rows(path, how, bad):
+    model = nn.Sequential(linear(1.0), linear(1.0), nn.Identity())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, **how)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    factors = [float("inf") if batch in bad else 3.0 for batch in range(4)]
+    with pytest.warns(hookstore.CaptureWarning, match="GradScaler skipped") as warned, recording(model, path, scaler=scaler) as recorder:
+        train_scaled(model, optimizer, scaler, recorder.batches(factors, epoch=0))
+    assert len([one for one in warned if one.category is hookstore.CaptureWarning]) == 1
+    with hookstore.open(path) as run:
+        for layer in "01":
+            steps = 0
+            for batch in range(4):
+                status = "skipped" if batch in bad else "ok"
+                assert [row for row in rows(run[layer].parameter_gradient) if row[1] == batch] == [(0, batch, 0, steps, "weight", status)]
+                steps += batch not in bad
+                if batch in bad:
+                    with pytest.raises(hookstore.MissingCaptureError, match="skipped: the GradScaler skipped the optimizer's step"):
+                        run[layer].parameter_gradient[0, batch]
+                else:
+                    assert values(run[layer].parameter_gradient, 0, batch) == [[3.0]]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_skipped_steps_with_the_automatic_clock(path, every):
+    model = linear(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pytest.warns(hookstore.CaptureWarning, match="GradScaler skipped"), recording(model, path, layers="", scaler=scaler, every=every):
+        for factor in (1.0, 1.0, float("nan"), float("inf"), 5.0):
+            optimizer.zero_grad()
+            scaler.scale((factor * model(torch.ones(1, 1))).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    with hookstore.open(path) as run:
+        found = [(row["batch"], row["status"]) for row in sorted(run.manifest.to_pylist(), key=lambda row: row["batch"])]
+        assert found == [(0, "ok"), (1, "ok"), (2, "skipped"), (3, "skipped"), (4, "ok")][::every]
+
+
+def test_two_optimizers_of_which_one_is_skipped(path):
+    model = nn.Sequential(linear(1.0), linear(1.0))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pytest.warns(hookstore.CaptureWarning, match="GradScaler skipped"), recording(model, path, scaler=scaler) as recorder:
+        for batch in recorder.batches(range(3), epoch=0):
+            loss = model(torch.ones(1, 1)).sum()
+            scaler.scale(loss).backward()
+            if batch == 1:
+                model[1].weight.grad.fill_(float("inf"))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    with hookstore.open(path) as run:
+        assert [row[-1] for row in rows(run["0"].parameter_gradient)] == ["ok"] * 3
+        assert [row[-1] for row in rows(run["1"].parameter_gradient)] == ["ok", "skipped", "ok"]
+        assert [row[3] for row in rows(run["0"].parameter_gradient)] == [0, 2, 3]
+
+
+def test_unscaled_and_clipped_gradients_are_what_the_step_uses(path):
+    model = linear(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with (
+        recording(model, path, layers="", kinds=("gradient", "input_gradient", "parameter_gradient"), scaler=scaler) as recorder,
+        recorder.at(epoch=0, batch=0),
+    ):
+        scaler.scale((3 * model(torch.ones(1, 1, requires_grad=True))).sum()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 2.0)
+        scaler.step(optimizer)
+        scaler.update()
+    with hookstore.open(path) as run:
+        assert values(run[""].parameter_gradient, 0, 0) == [[2.0]]
+        assert values(run[""].gradient, 0, 0) == values(run[""].input_gradient, 0, 0) == [[3.0]]
+        assert values(run[""].input_gradient.raw, 0, 0) == [[3072.0]]
+        assert run[""].parameter_gradient.row(0, 0)["loss_scale"] is None
