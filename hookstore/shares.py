@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,8 +19,9 @@ from hookstore.layout import Call
 from hookstore.sink import Sink, why_not
 from hookstore.watch import Arrivals, GradientWatch, Version, View
 
+_NOTHING = contextlib.nullcontext()
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 _graph_task, _num_modes = torch._C._current_graph_task_id, torch._C._len_torch_dispatch_stack
-_Place = tuple[int, int]  # identity of a node, and which of its outputs
 
 
 class Input:
@@ -34,18 +35,18 @@ class Input:
         Requires grad.
     """
 
-    __slots__ = ("base", "base_node", "base_place", "base_view", "leaf", "node", "place", "tensor")
+    __slots__ = ("base", "base_node", "base_number", "base_view", "leaf", "node", "number", "tensor")
 
     def __init__(self, leaf: str, tensor: torch.Tensor) -> None:
         self.leaf = leaf
         self.tensor = tensor
-        self.node = tensor.grad_fn if tensor.grad_fn is not None else _accumulator(tensor)
-        self.place: _Place = (id(self.node), tensor.output_nr)
+        self.node = tensor.grad_fn or _accumulator(tensor)
+        self.number = tensor.output_nr
         base = tensor._base
         self.base = tensor if base is None else base
         self.base_node = None if base is None else base.grad_fn
-        self.base_place: _Place = (id(self.base_node), self.base.output_nr)
-        self.base_view = None if base is None or base.grad_fn is None else View.of(tensor, base)
+        self.base_number = self.base.output_nr
+        self.base_view = None if base is None or self.base_node is None else View.of(tensor, base)
 
     @property
     def is_passed_on(self) -> bool:
@@ -55,7 +56,7 @@ class Input:
 
 def note_inputs(leaves: Iterable[tuple[str, torch.Tensor]]) -> list[Input]:
     """Note the inputs that a call begins with, of which a gradient can be asked for."""
-    with _disable_current_modes() if _num_modes() else contextlib.nullcontext():
+    with _disable_current_modes() if _num_modes() else _NOTHING:
         return [Input(leaf, tensor) for leaf, tensor in leaves if tensor.requires_grad and not _is_functorch(tensor)]
 
 
@@ -64,10 +65,6 @@ def _accumulator(leaf: torch.Tensor) -> Any:
     view = leaf.view_as(leaf).grad_fn
     assert view is not None
     return view.next_functions[0][0]
-
-
-def _is_functorch(tensor: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 class ShareWatch(Arrivals):
@@ -144,7 +141,7 @@ class _Sum:
         self.total: torch.Tensor | None = None
 
     def add(self, contribution: torch.Tensor) -> None:
-        with _disable_current_modes() if _num_modes() else contextlib.nullcontext():
+        with _disable_current_modes() if _num_modes() else _NOTHING:
             contribution = contribution.detach()
             if self.total is None:
                 self.total = contribution.clone()  # autograd may go on to add in place
@@ -213,49 +210,46 @@ def watch_inputs(
         _hook_nodes(inputs, watches, [output.grad_fn for output in returned], call.sequence_nr)
 
 
+class _Wanted(NamedTuple):
+    """Who waits for what a node hands to one output of another."""
+
+    number: int
+    watch: ShareWatch
+    view: View | None  # where what comes is the gradient of the input's base
+
+
 def _hook_nodes(inputs: Sequence[Input], watches: dict[int, ShareWatch], roots: Iterable[Any], first_nr: int) -> None:
-    """Put hooks on the nodes between the roots and the inputs that hand a gradient to an input."""
-    wanted: dict[_Place, list[ShareWatch]] = {}
-    wanted_by_base: dict[_Place, list[tuple[ShareWatch, View]]] = {}
-    ends: dict[int, Any] = {}
+    """Put hooks on the nodes made since a sequence number, between the roots and the inputs, that hand a gradient to an input."""
+    wanted: dict[int, list[_Wanted]] = {}
+    seen: dict[int, Any] = {}  # (it keeps the nodes, and so their identities)
     for position, noted in enumerate(inputs):
-        ends[id(noted.node)] = noted.node
+        seen[id(noted.node)] = noted.node  # no further than here: what is behind was made before the call
         if position in watches:
-            wanted.setdefault(noted.place, []).append(watches[position])
+            wanted.setdefault(id(noted.node), []).append(_Wanted(noted.number, watches[position], None))
             if noted.base_view is not None:
-                ends[id(noted.base_node)] = noted.base_node
-                wanted_by_base.setdefault(noted.base_place, []).append((watches[position], noted.base_view))
-    for node, edges in _made_inside(roots, ends, first_nr):
+                seen[id(noted.base_node)] = noted.base_node
+                wanted.setdefault(id(noted.base_node), []).append(_Wanted(noted.base_number, watches[position], noted.base_view))
+    todo = [root for root in roots if root is not None and id(root) not in seen and root._sequence_nr() >= first_nr]
+    seen.update((id(root), root) for root in todo)
+    while todo:
+        node = todo.pop()
+        edges = node.next_functions
+        for target, _ in edges:
+            if target is not None and id(target) not in seen:
+                seen[id(target)] = target
+                if target._sequence_nr() >= first_nr:
+                    todo.append(target)
         takers: dict[ShareWatch, list[tuple[int, View | None]]] = {}
         for position, (target, number) in enumerate(edges):
-            for watch in wanted.get((id(target), number), ()):
-                takers.setdefault(watch, []).append((position, None))
-            if (
-                position == 0 and wanted_by_base and type(node).__name__ == "CopySlices"
-            ):  # a view was edited: what comes is the gradient of its base
-                for watch, view in wanted_by_base.get((id(target), number), ()):
-                    takers.setdefault(watch, []).append((position, view))
+            for want in wanted.get(id(target), ()):
+                if want.number == number and (want.view is None or _edits_view(node, position)):
+                    takers.setdefault(want.watch, []).append((position, want.view))
         if takers:
             for watch in takers:
                 watch.expect_node()
             node.register_hook(_NodeHook(takers))
 
 
-def _made_inside(roots: Iterable[Any], ends: dict[int, Any], first_nr: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield the nodes made since a sequence number from which the roots come, each with its edges; go no further than the ends."""
-    seen = dict(ends)
-    todo = []
-    for root in roots:
-        if root is not None and id(root) not in seen and root._sequence_nr() >= first_nr:
-            seen[id(root)] = root
-            todo.append(root)
-    while todo:
-        node = todo.pop()
-        edges = node.next_functions
-        if edges:
-            yield node, edges
-        for target, _ in edges:
-            if target is not None and id(target) not in seen:
-                seen[id(target)] = target
-                if target._sequence_nr() >= first_nr:
-                    todo.append(target)
+def _edits_view(node: Any, position: int) -> bool:
+    """Say whether a node stands for an edit of a view, and hands on the gradient of the view's base there."""
+    return position == 0 and type(node).__name__ == "CopySlices"
