@@ -218,19 +218,26 @@ class _Wanted(NamedTuple):
     view: View | None  # where what comes is the gradient of the input's base
 
 
-def _hook_nodes(inputs: Sequence[Input], watches: dict[int, ShareWatch], roots: Iterable[Any], first_nr: int) -> None:
-    """Put hooks on the nodes made since a sequence number, between the roots and the inputs, that hand a gradient to an input."""
+def _wanted(inputs: Sequence[Input], watches: dict[int, ShareWatch]) -> tuple[dict[int, list[_Wanted]], dict[int, Any]]:
+    """Return who waits for what comes to each node of an input, and all these nodes by their identities, which they keep."""
     wanted: dict[int, list[_Wanted]] = {}
-    seen: dict[int, Any] = {}  # (it keeps the nodes, and so their identities)
+    nodes: dict[int, Any] = {}
     for position, noted in enumerate(inputs):
-        seen[id(noted.node)] = noted.node  # no further than here: what is behind was made before the call
+        nodes[id(noted.node)] = noted.node
         if position in watches:
             wanted.setdefault(id(noted.node), []).append(_Wanted(noted.number, watches[position], None))
             if noted.base_view is not None:
-                seen[id(noted.base_node)] = noted.base_node
+                nodes[id(noted.base_node)] = noted.base_node
                 wanted.setdefault(id(noted.base_node), []).append(_Wanted(noted.base_number, watches[position], noted.base_view))
-    todo = [root for root in roots if root is not None and id(root) not in seen and root._sequence_nr() >= first_nr]
-    seen.update((id(root), root) for root in todo)
+    return wanted, nodes
+
+
+def _hook_nodes(inputs: Sequence[Input], watches: dict[int, ShareWatch], roots: Iterable[Any], first_nr: int) -> None:
+    """Put hooks on the nodes made since a sequence number, between the roots and the inputs, that hand a gradient to an input."""
+    wanted, seen = _wanted(inputs, watches)  # (seen: what is behind the inputs was made before the call)
+    begun = {id(root): root for root in roots if root is not None and id(root) not in seen and root._sequence_nr() >= first_nr}
+    seen.update(begun)
+    todo = list(begun.values())
     while todo:
         node = todo.pop()
         edges = node.next_functions

@@ -219,6 +219,16 @@ def test_custom_functions_and_layers_behind_them(path):
         assert [values(run[""].input_gradient, 0, 0, leaf=leaf) for leaf in "01"] == [[[6.0]], [[60.0]]]
 
 
+def test_two_outputs_of_one_node(path):
+    model = Calls(lambda x: Doubles.apply(x, 2, x + x))
+    with recording(model, path, layers=""):
+        inputs = torch.ones(1, requires_grad=True)
+        first, second = model(inputs * 1)
+        (first + second).backward()
+    with hookstore.open(path) as run:
+        assert values(run[""].input_gradient, 0, 0) == inputs.grad.tolist() == [42.0]
+
+
 def test_several_outputs_of_which_one_is_used_are_finished_when_the_backward_ends(path):
     model = Calls(lambda x: (x * 2, x * 3, x * 5))
     with recording(model, path, layers=""):
