@@ -85,8 +85,10 @@ class GradientWatch(Arrivals):
         self._target = weakref.ref(output)
         self._version: Version | None = None
         self._base_view: View | None = None
-        self._handles = [output.register_hook(self)]
         base = output._base
+        if base is not None:
+            output.grad_fn  # noqa: B018  # of a view that was edited through another one it is made only now, without which torch crashes (pytorch#196459)
+        self._handles = [output.register_hook(self)]
         if base is not None and not base.is_leaf:  # autograd allows no edits of a view of a leaf; that the optimizer edits the leaf is none
             self._version = Version(output)
             if base.grad_fn is not None and base.grad_fn._sequence_nr() >= call.sequence_nr:

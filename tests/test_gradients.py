@@ -158,6 +158,21 @@ def test_in_place_module_on_a_view(path):
         assert torch.equal(run["2"].input_gradient.tensor(0, 0), expected / 2)
 
 
+def test_output_that_is_a_view_and_was_edited_through_another_view(path):
+    """torch crashes where a hook is the first to look at it (pytorch#196459)."""
+
+    def edit(x):
+        x[:, :1].mul_(3)
+        return x
+
+    model = nn.Sequential(Calls(lambda x: (x * 1).view(2, 6)), Calls(edit))
+    with recording(model, path):
+        (model(torch.ones(4, 3, requires_grad=True)) * 2).sum().backward()
+    with hookstore.open(path) as run:
+        assert values(run["1"].gradient, 0, 0) == [[2.0] * 6] * 2
+        assert values(run["1"].input_gradient, 0, 0) == values(run["0"].gradient, 0, 0) == [[6.0, 2, 2, 2, 2, 2]] * 2
+
+
 def test_module_that_edits_a_part_of_its_input_and_uses_it_before(path):
     def edit(x):
         before = x * 3
