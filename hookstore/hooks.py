@@ -157,13 +157,20 @@ class LayerHooks:
             else:
                 remember(self, call)
 
-    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a call begins with."""
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> None:
+        """Note what a call begins with; there is no call yet where it may repeat another one."""
         calls = self.calls
         depth = len(calls.stack)
         while calls.noted and calls.noted[-1].depth >= depth:
             calls.noted.pop()  # left behind by a call that was broken off
-        inputs = note_inputs(argument_leaves(args, kwargs)) if self.takes_input_gradient and torch.is_grad_enabled() else []
+        inputs: list[Input] = []
+        if self.takes_input_gradient and torch.is_grad_enabled():
+            leaves = [(leaf, tensor) for leaf, tensor in argument_leaves(args, kwargs) if tensor.requires_grad]
+            inputs = note_inputs(leaves)
+            if call is not None and len(inputs) < len(leaves):
+                noted = {entry.leaf for entry in inputs}
+                for leaf in (leaf for leaf, _ in leaves if leaf not in noted):
+                    self.sink.skip_value(self.name, "input_gradient", call, "it is a functorch tensor (vmap, grad or jvp)", leaf=leaf)
         calls.noted.append(_Noted(depth, _sequence_nr(), inputs))
 
     def _noted(self) -> _Noted | None:
@@ -263,13 +270,13 @@ class _PreHook(InertCopy):
         if call is None:
             if hooks.takes_gradient and _graph_task() != -1:
                 with torch._C.DisableTorchFunction():
-                    hooks.note(args, kwargs or {})
+                    hooks.note(args, kwargs or {}, None)
             return
         if not hooks.takes_arguments:
             return
         with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
             if hooks.takes_input_gradient:
-                hooks.note(args, kwargs or {})
+                hooks.note(args, kwargs or {}, call)
             if "input" in hooks.kinds:
                 for leaf, tensor in argument_leaves(args, kwargs or {}):
                     hooks.sink.put(hooks.name, "input", leaf, tensor, call)
