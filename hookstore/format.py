@@ -89,7 +89,11 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("phase", "string", "`train` or `eval`: the mode of the root module in the forward"),
     ("epoch", "int64", "epoch of the forward"),
     ("batch", "int64", "batch of the forward within its epoch"),
-    ("call", "int64", "which call of the layer within that batch: 0, 1, …; of a `parameter_gradient` which step of that parameter's optimizer there"),
+    (
+        "call",
+        "int64",
+        "which call of the layer within that batch: 0, 1, …; of a `parameter_gradient` which step of that parameter's optimizer there",
+    ),
     ("backward", "int32", "which backward over that forward: 0, 1, …"),
     ("step", "int64", "optimizer steps done before the forward; of a `parameter_gradient` before the step that it was used for"),
     ("layer", "string", "qualified name from `named_modules()`; the root module is the empty string"),

@@ -196,6 +196,7 @@ class LayerHooks:
         with torch._C.DisableTorchFunction():
             call = repeated.call._replace(sequence_nr=noted.sequence_nr)
             outputs = list(tensor_leaves(output))
+            self._forget_others(outputs, call)
             if self.takes_output_gradient:
                 self._watch_outputs(outputs, call, repeated.backward)
             self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, repeated.backward))
@@ -203,10 +204,7 @@ class LayerHooks:
     def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
         """Have the gradients of a call's outputs and inputs captured when they arrive."""
         if self.watches and self.watches[0].coordinates is not call.coordinates:
-            current = {id(output): output for _, output in outputs}
-            for watch in self.watches:
-                watch.forget_any(current)
-            self.watches.clear()
+            self._forget_others(outputs, call)
         if self.takes_output_gradient:
             self._watch_outputs(outputs, call, 0)
         if self.takes_input_gradient:
@@ -214,6 +212,14 @@ class LayerHooks:
             if noted is not None and noted.inputs:
                 with torch._C.DisableTorchFunction():
                     self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, 0))
+
+    def _forget_others(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
+        """Take the hooks of another batch off tensors that outlive it."""
+        if self.watches and self.watches[0].coordinates is not call.coordinates:
+            current = {id(output): output for _, output in outputs}
+            for watch in self.watches:
+                watch.forget_any(current)
+            self.watches.clear()
 
     def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
         bases: dict[int, list[GradientWatch]] = {}
