@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hookstore.assembly import Assembly
 from hookstore.errors import CaptureWarning, MissingCaptureError, OptionError
 from hookstore.format import KINDS
 from hookstore.manifest import SCHEMA, TEXT_COLUMNS
@@ -24,7 +25,9 @@ _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
 MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not this much
 _MOST_SOURCES = 2**22
-_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason")
+_OF_PARAMETERS = ("parameter", "parameter_gradient")
+_OF_BACKWARD = ("gradient", "input_gradient")  # kinds of which a tensor may have none
+_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "structure")
 
 
 class LayerRun:
@@ -73,16 +76,128 @@ class LayerRun:
 class Captures:
     """The captures of one layer and kind: ``captures[epoch, batch]``."""
 
-    def __init__(self, run: Run, layer: str, kind: str) -> None:
+    def __init__(self, run: Run, layer: str, kind: str, *, leaf: str | None = None) -> None:
         self.run = run
         self.layer = layer
         self.kind = kind
+        self._leaf = leaf
 
-    def __getitem__(self, where: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `get`."""
+    def leaf(self, path: str) -> Captures:
+        """Look at one tensor of nested values alone, or at all that lies below a path.
+
+        Parameters
+        ----------
+        path : str
+            As in the column ``leaf``: ``captures.leaf("1.0")[epoch, batch]`` is what ``captures[epoch, batch][1][0]`` is.
+        """
+        return Captures(self.run, self.layer, self.kind, leaf=path)
+
+    def __getitem__(self, where: tuple[int, ...]) -> Any:
+        """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `value`."""
         if not isinstance(where, tuple) or len(where) not in (2, 3):
             raise OptionError(f"expected [epoch, batch] or [epoch, batch, call], got [{where!r}]", option="epoch")
-        return self.get(*where)
+        return self.value(*where)
+
+    def value(
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex = 0,
+        *,
+        phase: str | None = None,
+        backward: int | None = None,
+        attempt: int | None = None,
+        torch: bool = False,
+    ) -> Any:
+        """Read a whole value, in the structure that the module returned (or was called with).
+
+        Parameters
+        ----------
+        epoch, batch, call, phase, backward, attempt
+            As in `get`.
+        torch : bool
+            Give torch tensors instead of arrays.
+
+        Returns
+        -------
+        object
+            A `numpy.ndarray` for a plain tensor, as `get` gives it. Otherwise tuples, lists, dicts and named tuples as they were, a `Record` for a dataclass, a
+            `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was
+            ``None`` or (in a gradient) where no gradient arrived, and a `NotStored` where something was not stored. All tensors are of one attempt.
+            Several parameters are a dict by name.
+
+        Raises
+        ------
+        MissingCaptureError
+            If there is no such capture, or a tensor in it was dropped or lost; it says what there is.
+        CorruptRunError
+            If the bytes on disk do not match their checksum, or the structure makes no sense.
+        """
+        where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
+        options: dict[str, Any] = {"phase": phase, "backward": backward, "attempt": attempt}
+        index = self._index
+        if not index.has_structures and not (self.kind in _OF_PARAMETERS and self._leaf is None):
+            return self.tensor(*where.values(), **options) if torch else self.get(*where.values(), **options)
+        phase = self._phase(phase)
+        positions = index.find(phase, **where)
+        if attempt is not None:
+            positions = index.only_attempt(positions, attempt)
+        captured = index.only_captured(positions)
+        if backward is not None:
+            captured, positions = index.only_backward(captured, backward), index.only_backward(positions, backward)
+        if not captured.size:
+            self._position(*where.values(), leaf=None, **options)  # says what is missing
+        name = self._describe(**where, phase=phase)
+        read = self._tensor if torch else self.run.read
+        assembly = Assembly(
+            map(index.place, index.only_attempt(positions, index.attempt_of(captured[-1])).tolist()),
+            name,
+            read,
+            as_torch=torch,
+            may_be_absent=self._why_absent(phase, where) if self.kind in _OF_BACKWARD else None,
+        )
+        if assembly.most_often > 1 and backward is None:
+            self._warn_of_several(name, assembly.most_often)
+        return self._assembled(assembly, name, where)
+
+    def _assembled(self, assembly: Assembly, name: str, where: dict[str, Any]) -> Any:
+        """Return the whole of a value, or what this view shows of it."""
+        if assembly.whole is not None:
+            branch = assembly.whole if self._leaf is None else assembly.whole.find(self._leaf)
+            if branch is not None:
+                return assembly.value(branch)
+        tensors = assembly.tensors
+        if self._leaf in tensors:
+            return assembly.tensor(self._leaf)
+        if self._leaf is not None:
+            return self.get(*where.values())
+        if len(tensors) == 1:
+            return assembly.tensor(tensors[0])
+        if self.kind in _OF_PARAMETERS:
+            return {tensor: assembly.tensor(tensor) for tensor in tensors}
+        raise self._several(name, tensors, where)
+
+    def _why_absent(self, phase: str, where: dict[str, Any]) -> str:
+        """Return "" where a gradient without a row is one that did not arrive, else why that is not certain."""
+        status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
+        return f"its batch was {status}: {why}" if status else ""
+
+    def _several(self, name: str, leaves: list[str], where: dict[str, Any]) -> MissingCaptureError:
+        return MissingCaptureError(
+            f"{name} has several leaves: {', '.join(map(repr, leaves))}; name one, as in "
+            f".get({where['epoch']}, {where['batch']}, leaf={leaves[0]!r})",
+            layer=self.layer,
+            kind=self.kind,
+            **where,
+        )
+
+    def _warn_of_several(self, name: str, count: int) -> None:
+        warnings.warn(
+            f"{name} was captured {count} times, by several backwards over one forward or because the clock "
+            "stood there twice; this is the last. The others are in .rows, and .get(…, backward=0) names one",
+            CaptureWarning,
+            stacklevel=4,
+        )
 
     def get(
         self,
@@ -138,10 +253,13 @@ class Captures:
         attempt: int | None = None,
     ) -> torch.Tensor:
         """Read one tensor as a torch tensor of its own memory; every dtype is possible. See `get`."""
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
+        return self._tensor(self._index.place(position))
+
+    def _tensor(self, place: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
-        bits, dtype = self.run._read_bits(self._index.place(position))
+        bits, dtype = self.run._read_bits(place)
         kind = getattr(torch, dtype.name, None)
         if kind is None:
             raise OptionError(f"dtype {dtype.name} needs a newer torch than {torch.__version__}", option="dtype")
@@ -197,6 +315,7 @@ class Captures:
             raise OptionError(f"dims: expected a whole number from 1 on, got {dims!r}", option="dims")
         index = self._index
         phase = self._phase(phase)
+        leaf = self._leaf if leaf is None else leaf
         leaves = index.leaves(index.captured(phase, attempt))
         if leaf is None and len(leaves) > 1:
             raise MissingCaptureError(
@@ -238,27 +357,17 @@ class Captures:
             positions = index.only_attempt(positions, attempt)
         if positions.size:
             latest = index.only_last_attempt(index.only_captured(positions))
-            leaves = index.leaves(latest if latest.size else positions)
+            leaves = self._shown(index.leaves(latest if latest.size else positions))
             if leaf is None and len(leaves) > 1:
-                raise MissingCaptureError(
-                    f"{self._describe(**where, phase=phase)} has several leaves: {', '.join(map(repr, leaves))}; name one, as in "
-                    f".get({where['epoch']}, {where['batch']}, leaf={leaves[0]!r})",
-                    layer=self.layer,
-                    kind=self.kind,
-                    **where,
-                )
-            positions = index.only_leaf(positions, leaves[0] if leaf is None else leaf)
+                raise self._several(self._describe(**where, phase=phase), leaves, where)
+            leaf = leaf if leaf is not None or not leaves else leaves[0]
+            positions = index.only_leaf(positions, self._leaf if leaf is None else leaf)
             if backward is not None:
                 positions = index.only_backward(positions, backward)
         if positions.size:
             captured = index.only_last_attempt(index.only_captured(positions))
             if captured.size > 1 and backward is None:
-                warnings.warn(
-                    f"{self._describe(**where, phase=phase)} was captured {captured.size} times, by several backwards over one forward or because the clock "
-                    "stood there twice; this is the last. The others are in .rows, and .get(…, backward=0) names one",
-                    CaptureWarning,
-                    stacklevel=3,
-                )
+                self._warn_of_several(self._describe(**where, phase=phase), captured.size)
             if captured.size:
                 return int(captured[-1])
             row = index.place(int(positions[-1]))
@@ -283,12 +392,18 @@ class Captures:
     @property
     def rows(self) -> pa.Table:
         """The manifest rows of this layer and kind, in the order in which they were acknowledged."""
-        return self._index.rows
+        rows = self._index.rows
+        return rows if self._leaf is None else rows.filter(pc.is_in(rows["leaf"], pa.array(self.leaves, pa.string())))
 
     @property
     def leaves(self) -> list[str]:
-        """Leaf paths that were captured."""
-        return sorted(pc.unique(self._index.coded["leaf"]).to_pylist())
+        """Leaf paths of the tensors, and of what was skipped."""
+        return self._shown(sorted(pc.unique(self._index.coded["leaf"]).to_pylist()))
+
+    def _shown(self, leaves: list[str]) -> list[str]:
+        """Keep the leaf paths that this view shows."""
+        leaf = self._leaf
+        return leaves if not leaf else [path for path in leaves if path == leaf or path.startswith(f"{leaf}.")]
 
     @property
     def _index(self) -> RowIndex:
@@ -335,11 +450,12 @@ class Captures:
         return f"epoch {epoch} has batches {ranges(batches)}"
 
     def __len__(self) -> int:
-        rows = self._index.coded
+        rows = self._index.coded if self._leaf is None else self.rows
         return int(pc.sum(pc.equal(rows["status"], "ok")).as_py() or 0)
 
     def __repr__(self) -> str:
-        return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}>"
+        leaf = f", leaf {self._leaf!r}" if self._leaf is not None else ""
+        return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}{leaf}>"
 
 
 class RowIndex:
@@ -379,6 +495,15 @@ class RowIndex:
     def phases(self) -> list[str]:
         """Phases of the rows."""
         return sorted(self._texts["phase"][code] for code in set(self._columns["phase"].tolist()))
+
+    @cached_property
+    def has_structures(self) -> bool:
+        """Whether any row is part of something else than a plain tensor."""
+        return bool((self._columns["structure"] != self._code("structure", "")).any())
+
+    def attempt_of(self, position: int) -> int:
+        """Return the attempt of the row at a position."""
+        return int(self._columns["attempt"][position])
 
     def place(self, position: int) -> dict[str, Any]:
         """Return what reading the tensor of one row needs to know; the whole row costs twenty times as much."""

@@ -21,7 +21,7 @@ from torch.fx import _symbolic_trace
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.layout import Call
-from hookstore.nested import argument_leaves, tensor_leaves
+from hookstore.nested import Plan, flatten, flatten_arguments, type_name
 from hookstore.schedule import Budget
 from hookstore.selection import Layer
 from hookstore.sink import Sink
@@ -76,6 +76,7 @@ class LayerHooks:
         self.calls = _Calls()
         self.was_called = False
         self.watches: list[GradientWatch] = []
+        self._told: set[tuple[str, ...]] = set()  # what of its values is not stored, and has a row that says so
         self._module = weakref.ref(layer.module)
         self._pre: Callable[..., None] = _PreHook(self)
         self._post: Callable[..., None] = _PostHook(self)
@@ -122,15 +123,43 @@ class LayerHooks:
         stack.append(call)
         return call
 
-    def see(self, leaves: Sequence[tuple[str, torch.Tensor]], output: object, call: Call) -> None:
-        """Take what a call returned, of which the tensors are the leaves."""
+    def see(self, output: object, call: Call) -> None:
+        """Take what a call returned, where that is not one plain tensor."""
+        tensors, plan = flatten(output)
+        call = self.of_value(plan, call)
+        leaves = tuple(zip(plan.leaves, tensors, strict=True))
         if self.takes_activation:
             for leaf, tensor in leaves:
                 self.sink.put(self.name, "activation", leaf, tensor, call)
-            if not leaves:
-                self.sink.skip_value(self.name, "activation", call, f"the module returned a {type(output).__name__} without tensors")
+            if plan.others or not leaves:
+                self.tell("activation", plan, call, "" if leaves else f"the module returned a {type_name(type(output))} without tensors")
         if self.takes_gradient and torch.is_grad_enabled():
             self.watch(leaves, call)
+
+    def see_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
+        """Take what the module is called with."""
+        tensors, plan = flatten_arguments(args, kwargs)
+        call = self.of_value(plan, call)
+        for leaf, tensor in zip(plan.leaves, tensors, strict=True):
+            self.sink.put(self.name, "input", leaf, tensor, call)
+        if plan.others or (not tensors and (args or kwargs)):
+            self.tell("input", plan, call, "" if tensors else "the module was called without tensors")
+
+    def of_value(self, plan: Plan, call: Call) -> Call:
+        """Return the call as the leaves of a value carry it, with the value's structure."""
+        return call._replace(structure=self.sink.structure(plan.text)) if plan.text else call
+
+    def tell(self, kind: str, plan: Plan, call: Call, why_empty: str) -> None:
+        """Note what is not stored of a value, or why there is nothing at all, the first time that it is seen."""
+        if (kind, plan.text) in self._told:
+            return
+        self._told.add((kind, plan.text))
+        if why_empty:
+            self.sink.skip_value(self.name, kind, call, why_empty)
+        for other in plan.others:
+            if (kind, other.leaf, other.type) not in self._told and (other.leaf or not why_empty):
+                self._told.add((kind, other.leaf, other.type))
+                self.sink.skip_other(self.name, kind, call, other)
 
     def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
         """Have the gradients of a call's outputs captured when they arrive."""
@@ -179,8 +208,7 @@ class _PreHook(InertCopy):
             return
         with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
             if "input" in hooks.kinds:
-                for leaf, tensor in argument_leaves(args, kwargs or {}):
-                    hooks.sink.put(hooks.name, "input", leaf, tensor, call)
+                hooks.see_arguments(args, kwargs or {}, call)
             if "parameter" in hooks.kinds:
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
@@ -206,7 +234,7 @@ class _PostHook(InertCopy):
                 hooks.watch((("", output),), call)
         else:
             with torch._C.DisableTorchFunction():
-                hooks.see(list(tensor_leaves(output)), output, call)
+                hooks.see(output, call)
 
 
 class _TimedHook(InertCopy):
