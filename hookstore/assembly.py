@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -90,14 +91,15 @@ class Assembly:
         """Leaf paths of the tensors that have rows, parts of one counted together."""
         return list(self._of_tensor)
 
+    def has(self, path: str) -> bool:
+        """Say whether there is a tensor with that leaf path, and it was captured."""
+        return any(part.is_captured for part in self._of_tensor.get(path, ()))
+
     @property
     def most_often(self) -> int:
         """How often a row of the value was captured."""
-        return max(
-            sum(part.is_captured and part.row["leaf"] == path for part in parts)
-            for parts in self._of_tensor.values()
-            for path in {part.row["leaf"] for part in parts}
-        )
+        counts = Counter(part.row["leaf"] for parts in self._of_tensor.values() for part in parts if part.is_captured)
+        return max(counts.values())
 
     def value(self, branch: Branch) -> Any:
         """Return the whole value, or a branch of it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -27,7 +29,7 @@ MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not
 _MOST_SOURCES = 2**22
 _OF_PARAMETERS = ("parameter", "parameter_gradient")
 _OF_BACKWARD = ("gradient", "input_gradient")  # kinds of which a tensor may have none
-_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "structure")
+_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "loss_scale", "structure")
 
 
 class LayerRun:
@@ -76,11 +78,17 @@ class LayerRun:
 class Captures:
     """The captures of one layer and kind: ``captures[epoch, batch]``."""
 
-    def __init__(self, run: Run, layer: str, kind: str, *, leaf: str | None = None) -> None:
+    def __init__(self, run: Run, layer: str, kind: str, *, is_raw: bool = False, leaf: str | None = None) -> None:
         self.run = run
         self.layer = layer
         self.kind = kind
+        self._is_raw = is_raw
         self._leaf = leaf
+
+    @property
+    def raw(self) -> Captures:
+        """The same as it is stored: gradients stay multiplied by the loss scale that they came with."""
+        return Captures(self.run, self.layer, self.kind, is_raw=True, leaf=self._leaf)
 
     def leaf(self, path: str) -> Captures:
         """Look at one tensor of nested values alone, or at all that lies below a path.
@@ -90,7 +98,7 @@ class Captures:
         path : str
             As in the column ``leaf``: ``captures.leaf("1.0")[epoch, batch]`` is what ``captures[epoch, batch][1][0]`` is.
         """
-        return Captures(self.run, self.layer, self.kind, leaf=path)
+        return Captures(self.run, self.layer, self.kind, is_raw=self._is_raw, leaf=path)
 
     def __getitem__(self, where: tuple[int, ...]) -> Any:
         """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `value`."""
@@ -148,7 +156,7 @@ class Captures:
         if not captured.size:
             self._position(*where.values(), leaf=None, **options)  # says what is missing
         name = self._describe(**where, phase=phase)
-        read = self._tensor if torch else self.run.read
+        read = self._tensor if torch else functools.partial(self.run.read, raw=self._is_raw)
         assembly = Assembly(
             map(index.place, index.only_attempt(positions, index.attempt_of(captured[-1])).tolist()),
             name,
@@ -158,19 +166,14 @@ class Captures:
         )
         if assembly.most_often > 1 and backward is None:
             self._warn_of_several(name, assembly.most_often)
-        return self._assembled(assembly, name, where)
-
-    def _assembled(self, assembly: Assembly, name: str, where: dict[str, Any]) -> Any:
-        """Return the whole of a value, or what this view shows of it."""
-        if assembly.whole is not None:
-            branch = assembly.whole if self._leaf is None else assembly.whole.find(self._leaf)
-            if branch is not None:
-                return assembly.value(branch)
+        branch = None if assembly.whole is None else assembly.whole.find(self._leaf or "")
+        if branch is not None and (self._leaf is None or not branch.is_leaf):
+            return assembly.value(branch)
         tensors = assembly.tensors
-        if self._leaf in tensors:
-            return assembly.tensor(self._leaf)
         if self._leaf is not None:
-            return self.get(*where.values())
+            if assembly.has(self._leaf):
+                return assembly.tensor(self._leaf)
+            return read(index.place(self._position(*where.values(), leaf=None, **options)))
         if len(tensors) == 1:
             return assembly.tensor(tensors[0])
         if self.kind in _OF_PARAMETERS:
@@ -229,7 +232,7 @@ class Captures:
         -------
         numpy.ndarray
             Exactly what the model computed, in true shape and dtype (bfloat16 and float8 as ml_dtypes types). Read-only, and where the run is not compressed
-            it lies in the file's own pages: copy it to change it.
+            it lies in the file's own pages: copy it to change it. A gradient with a loss scale is divided by it in float32; see `raw`.
 
         Raises
         ------
@@ -239,7 +242,7 @@ class Captures:
             If the bytes on disk do not match their checksum.
         """
         position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
-        return self.run.read(self._index.place(position))
+        return self.run.read(self._index.place(position), raw=self._is_raw)
 
     def tensor(
         self,
@@ -265,7 +268,11 @@ class Captures:
             raise OptionError(f"dtype {dtype.name} needs a newer torch than {torch.__version__}", option="dtype")
         if bits.size == 0:
             return torch.empty(bits.shape, dtype=kind)
-        return torch.frombuffer(bytearray(bits.tobytes()), dtype=kind).reshape(bits.shape)
+        tensor = torch.frombuffer(bytearray(bits.tobytes()), dtype=kind).reshape(bits.shape)
+        scale = place["loss_scale"]
+        if self._is_raw or math.isnan(scale) or not (kind.is_floating_point or kind.is_complex):
+            return tensor
+        return tensor.to(torch.promote_types(kind, torch.float32)) / torch.tensor(scale, dtype=torch.float32)
 
     def row(
         self,
@@ -358,10 +365,12 @@ class Captures:
         if positions.size:
             latest = index.only_last_attempt(index.only_captured(positions))
             leaves = self._shown(index.leaves(latest if latest.size else positions))
-            if leaf is None and len(leaves) > 1:
+            if leaf is None and len(leaves) > 1 and latest.size:
                 raise self._several(self._describe(**where, phase=phase), leaves, where)
-            leaf = leaf if leaf is not None or not leaves else leaves[0]
-            positions = index.only_leaf(positions, self._leaf if leaf is None else leaf)
+            # (where there are several and none was captured, the reason of any will do)
+            chosen = leaf if leaf is not None else leaves[0] if len(leaves) == 1 else self._leaf
+            if chosen is not None:
+                positions = index.only_leaf(positions, chosen)
             if backward is not None:
                 positions = index.only_backward(positions, backward)
         if positions.size:
@@ -379,6 +388,8 @@ class Captures:
                 **where,
             )
         status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
+        leaf = self._leaf if leaf is None else leaf
+        why = why or index.why_never(leaf)
         missing = f"was {status}: {why}" if status == "skipped" else "was not captured" + (f": {why}" if why else "")
         there_is = "" if why else f"; {self._what_there_is(phase, where['epoch'])}{self.run._what_is_damaged()}"
         raise MissingCaptureError(
@@ -481,6 +492,8 @@ class RowIndex:
     def _column(self, name: str) -> np.ndarray[Any, Any]:
         """Return a column as numbers; those of text count into the texts kept aside."""
         column = self.coded[name].combine_chunks()
+        if name == "loss_scale":
+            return _with_nan(column)
         if name in TEXT_COLUMNS:
             self._texts[name] = column.dictionary.to_pylist()
             column = column.indices
@@ -500,6 +513,14 @@ class RowIndex:
     def has_structures(self) -> bool:
         """Whether any row is part of something else than a plain tensor."""
         return bool((self._columns["structure"] != self._code("structure", "")).any())
+
+    def why_never(self, leaf: str | None) -> str:
+        """Return the reason where a leaf (or ``None`` for anything) was never captured, but was once said to be skipped; else ""."""
+        positions = self._order if leaf is None else self.only_leaf(self._order, leaf)
+        if not positions.size or self.only_captured(positions).size:
+            return ""
+        row = self.place(int(positions[0]))
+        return f"{row['reason']} (so in epoch {row['epoch']}, batch {row['batch']})" if row["status"] == "skipped" else ""
 
     def attempt_of(self, position: int) -> int:
         """Return the attempt of the row at a position."""
@@ -554,6 +575,10 @@ class RowIndex:
     def _code(self, name: str, value: str) -> int:
         return self._texts[name].index(value) if value in self._texts[name] else -1
 
+    def scales(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the loss scales at those positions as float32, NaN where there is none."""
+        return np.asarray(self._columns["loss_scale"][positions], dtype=np.float32)
+
     def find(self, phase: str, *, epoch: int, batch: int, call: int) -> np.ndarray[Any, Any]:
         """Return the positions of the rows at those coordinates, in order of attempt, backward and time."""
         low, high = 0, len(self._order)
@@ -598,6 +623,16 @@ class RowIndex:
     def only_captured(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Keep the positions of rows that have a tensor."""
         return np.asarray(positions[self._columns["status"][positions] == self._code("status", "ok")])
+
+
+def _with_nan(column: pa.Array) -> np.ndarray[Any, Any]:
+    """Return floats with NaN for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
+    validity, contents = column.buffers()
+    values = np.frombuffer(contents, dtype="<f8", count=len(column), offset=8 * column.offset).copy()
+    if column.null_count:
+        bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")
+        values[bits[column.offset : column.offset + len(column)] == 0] = math.nan
+    return values
 
 
 def _overlapping(places: list[dict[str, Any]]) -> set[tuple[str, str, int, int]]:

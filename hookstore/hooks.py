@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -119,7 +120,7 @@ class LayerHooks:
             counter = coordinates.calls.setdefault(self.name, itertools.count())
         self.was_called = True
         # (next is atomic: replicas of a module run on several threads)
-        call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr()))  # half the time of Call(…)
+        call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan))  # half the time of Call(…)
         stack.append(call)
         return call
 
@@ -147,7 +148,9 @@ class LayerHooks:
 
     def of_value(self, plan: Plan, call: Call) -> Call:
         """Return the call as the leaves of a value carry it, with the value's structure."""
-        return call._replace(structure=self.sink.structure(plan.text)) if plan.text else call
+        if not plan.text:
+            return call
+        return tuple.__new__(Call, (*call[:4], self.sink.structure(plan.text), call.scale))  # a third of the time of _replace
 
     def tell(self, kind: str, plan: Plan, call: Call, why_empty: str) -> None:
         """Note what is not stored of a value, or why there is nothing at all, the first time that it is seen."""

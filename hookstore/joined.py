@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,7 +135,7 @@ class QuantizedArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        return self.int_repr.shape
+        return tuple(self.int_repr.shape)
 
     def dequantized(self) -> Array:
         """Return the numbers that it stands for, as float32."""
@@ -175,9 +177,7 @@ def join(kind: str, facts: dict[str, Any], parts: dict[str, Array]) -> SparseArr
         arrays = [values[start:end].reshape(size) for start, end, size in zip(ends[:-1], ends[1:], sizes, strict=True)]
         return NestedArray("strided", parts, arrays)
     offsets = _numbers(parts["offsets"], 1)
-    lengths = (
-        _numbers(parts["lengths"], 1) if "lengths" in parts else [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
-    )
+    lengths = _numbers(parts["lengths"], 1) if "lengths" in parts else [end - start for start, end in pairwise(offsets)]
     dim = facts.get("dim")
     _check(isinstance(dim, int) and 1 <= dim <= values.ndim, f"dimension {dim} cannot be the ragged one")
     assert isinstance(dim, int)
@@ -190,6 +190,12 @@ def join(kind: str, facts: dict[str, Any], parts: dict[str, Array]) -> SparseArr
 
 def join_torch(kind: str, facts: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """Put a tensor together as torch has it; see `join`."""
+    with warnings.catch_warnings():  # torch says of some of these kinds that they are new or old
+        warnings.simplefilter("ignore")
+        return _join_torch(kind, facts, parts)
+
+
+def _join_torch(kind: str, facts: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor:
     import torch
 
     if kind == "quantized":

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hookstore.structure import DEEPEST, MOST_TEXT, TENSOR, Key, Node, branches, encode
+from hookstore.structure import DEEPEST, MOST_TEXT, TENSOR, Key, Node, branches, encode, pairs, why_other
 
 _MOST_PLANS = 4096
-_MOST_WITHOUT_TENSORS = 16  # children that are described each for itself in a container that holds no tensor
+_MOST_OTHERS = 16  # things that are not stored, in a container without tensors, that have rows of their own
 _PRIMITIVES = frozenset((str, int, float, bool, bytes, complex))
-_IS_OTHER = "it is a {}, not a tensor"
 
 
 class Other(NamedTuple):
@@ -35,7 +34,7 @@ class Other(NamedTuple):
     reason : str
         Why it is not stored.
     is_primitive : bool
-        Whether it is a text, a number or the like.
+        Whether it is a text, a number or the like, or several of these.
     """
 
     leaf: str
@@ -108,7 +107,7 @@ def _plan(node: Node) -> Plan:
             text if len(text) <= MOST_TEXT else "",
             tuple(leaf.path for leaf in leaves if leaf.node == TENSOR),
             tuple(
-                Other(leaf.path, leaf.node[1], leaf.node[2], leaf.node[1] in _PRIMITIVE_NAMES)
+                Other(leaf.path, leaf.node[1], why_other(leaf.node), leaf.node[1] in _PRIMITIVE_NAMES)
                 for leaf in leaves
                 if isinstance(leaf.node, tuple)
             ),
@@ -144,11 +143,11 @@ def _describe(value: Any, tensors: list[torch.Tensor], inside: tuple[int, ...]) 
         return _other(kind, f"it lies more than {DEEPEST} levels deep")
     before = len(tensors)
     try:
-        node, num_children = _container(value, tensors, (*inside, id(value)))
+        node = _container(value, tensors, (*inside, id(value)))
     except Exception as error:  # code of the user's own container, which is no reason to stop training
         del tensors[before:]
         return _other(kind, f"reading it raises {type(error).__name__}")
-    if num_children > _MOST_WITHOUT_TENSORS and len(tensors) == before:
+    if len(tensors) == before and _num_others(node) > _MOST_OTHERS:
         return _other(kind, f"it is a {type_name(kind)} without tensors")
     return node
 
@@ -157,29 +156,52 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, tuple | list | Mapping) or dataclasses.is_dataclass(value)
 
 
-def _container(value: Any, tensors: list[torch.Tensor], inside: tuple[int, ...]) -> tuple[Node, int]:
-    """Return the node of a container and how much it holds."""
+def _container(value: Any, tensors: list[torch.Tensor], inside: tuple[int, ...]) -> Node:
+    """Return the node of a container."""
     kind = type(value)
+    if kind is tuple or kind is list:
+        return kind.__name__, _describe_each(value, tensors, inside)
+    if kind is dict:
+        return "dict", _items(value, tensors, inside)
     if isinstance(value, tuple | list):
-        if len(value) > _MOST_WITHOUT_TENSORS and _PRIMITIVES.issuperset(map(type, value)):
-            return None, len(value)  # a text in tokens, say, which nobody waits for to be described one by one
-        children = tuple([_describe(item, tensors, inside) for item in value])
-        fields = () if kind is tuple or kind is list else _fields_of(value)
+        children, fields = _describe_each(value, tensors, inside), _fields_of(value)
         if isinstance(value, PackedSequence):
-            return ("packed", tuple(zip(fields, children, strict=True))), len(children)
+            return "packed", tuple(zip(fields, children, strict=True))
         if fields:
-            return ("namedtuple", type_name(kind), tuple(zip(fields, children, strict=True))), len(children)
-        return ("tuple" if isinstance(value, tuple) else "list", children), len(children)
-    is_dataclass = kind is not dict and dataclasses.is_dataclass(value)
+            return "namedtuple", type_name(kind), tuple(zip(fields, children, strict=True))
+        return "tuple" if isinstance(value, tuple) else "list", children
+    is_dataclass = dataclasses.is_dataclass(value)
     if isinstance(value, Mapping):
-        items = tuple([(key if type(key) is str else _key(key), _describe(item, tensors, inside)) for key, item in value.items()])
+        items = _items(value, tensors, inside)
         if not is_dataclass or not all(isinstance(key, str) for key, _ in items):
-            return ("dict", items), len(items)
+            return "dict", items
     else:
         items = tuple([(field.name, _field(value, field.name, tensors, inside)) for field in dataclasses.fields(value)])
     names = {name for name, _ in items}
     absent = tuple([field.name for field in dataclasses.fields(value) if field.name not in names])
-    return ("record", type_name(kind), items, absent), len(items)
+    return "record", type_name(kind), items, absent
+
+
+def _describe_each(values: Collection[Any], tensors: list[torch.Tensor], inside: tuple[int, ...]) -> tuple[Node, ...]:
+    if len(values) > _MOST_OTHERS and _PRIMITIVES.issuperset(map(type, values)):
+        return (_OF_PRIMITIVES[int],) * (_MOST_OTHERS + 1)  # a text in tokens, say, which nobody waits for to be described one by one
+    nodes = []
+    for value in values:
+        if type(value) is torch.Tensor:  # (as in _describe, without the call)
+            tensors.append(value)
+            nodes.append(TENSOR)
+        else:
+            nodes.append(_describe(value, tensors, inside))
+    return tuple(nodes)
+
+
+def _items(mapping: Mapping[Any, Any], tensors: list[torch.Tensor], inside: tuple[int, ...]) -> tuple[tuple[Key, Node], ...]:
+    return tuple([(key if type(key) is str else _key(key), _describe(item, tensors, inside)) for key, item in mapping.items()])
+
+
+def _num_others(node: Node) -> int:
+    children = node[1] if node[0] in ("tuple", "list") else [child for _, child in pairs(node)]
+    return sum(isinstance(child, tuple) and child[0] == "other" for child in children)
 
 
 def _field(value: Any, name: str, tensors: list[torch.Tensor], inside: tuple[int, ...]) -> Node:
@@ -219,8 +241,7 @@ def _is_plain_tuple(key: Any) -> bool:
 
 
 def _other(kind: type, reason: str = "") -> Node:
-    name = type_name(kind)
-    return ("other", name, reason or _IS_OTHER.format(name))
+    return ("other", type_name(kind), reason)
 
 
 def type_name(kind: type) -> str:
@@ -229,4 +250,6 @@ def type_name(kind: type) -> str:
 
 
 _OF_PRIMITIVES: dict[type, Node] = {kind: _other(kind) for kind in _PRIMITIVES}
-_PRIMITIVE_NAMES = frozenset(map(type_name, (*_PRIMITIVES, bytearray, slice, range, torch.Size, torch.device, torch.dtype)))
+_PRIMITIVE_NAMES = frozenset(
+    map(type_name, (*_PRIMITIVES, tuple, list, dict, set, frozenset, bytearray, slice, range, torch.Size, torch.device, torch.dtype))
+)

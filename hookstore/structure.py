@@ -11,12 +11,12 @@ A plain tensor has the empty text. For everything else it is compact JSON, one n
 ``["record", type, [[field, node], …], [field, …]]`` a dataclass, or a mapping that is one; the last are fields that hold nothing
 ``["packed", [[field, node], …]]``                   a PackedSequence
 ``["call", [node, …], [[keyword, node], …]]``        what a module was called with
-``["other", type, reason]``                          what was not stored
+``["other", type, reason]``                          what was not stored; the reason is empty where it is that it is no tensor
 ===================================================  =====================================================================
 
-A tensor that is not one block of numbers is stored as several tensors, its *parts*, each under the tensor's leaf path and the part's name (see `PARTS`). The rows
-of these have ``["at", node, leaf, tensor]``: the node of the whole value (``null`` for a plain tensor, or for one of many parameters), the tensor's leaf path, and
-``[kind, facts]`` or, for a tensor that is spread over processes, ``["dtensor", facts, tensor]`` around what the local tensor is.
+A tensor that is not one block of numbers is stored as several tensors, its *parts*, each under the tensor's leaf path and the part's name (see `PARTS`).
+The rows of these have ``["at", node, leaf, tensor]``: the node of the whole value (``null`` for a plain tensor, or for one of many parameters), the
+tensor's leaf path, and ``[kind, facts]`` or, for a tensor that is spread over processes, ``["dtensor", facts, tensor]`` around what the local one is.
 
 Everything here is pure. What comes from a run is untrusted: `decode` bounds size and depth, and refuses what no writer wrote.
 """
@@ -72,9 +72,14 @@ class Branch(NamedTuple):
     node: Node
     children: tuple[Branch, ...]
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is no container: a tensor, ``None``, or what is not stored."""
+        return _is_leaf(self.node)
+
     def leaves(self) -> Iterator[Branch]:
-        """Yield what holds nothing else, in order: tensors, ``None``, and what is not stored."""
-        if _is_leaf(self.node):
+        """Yield what is no container, in order."""
+        if self.is_leaf:
             yield self
         for child in self.children:
             yield from child.leaves()
@@ -155,6 +160,11 @@ def pairs(node: Node) -> tuple[tuple[Key, Node], ...]:
     """Return keys and nodes of what a node of that kind holds."""
     found: tuple[tuple[Key, Node], ...] = node[1] if node[0] in ("dict", "packed") else node[2]
     return found
+
+
+def why_other(node: Node) -> str:
+    """Return why what a node of kind "other" stands for is not stored."""
+    return str(node[2] or f"it is a non-tensor of type {node[1]}")
 
 
 def _has_tensor(node: Node) -> bool:
@@ -252,30 +262,26 @@ def _facts(found: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _plain(found: Any) -> str | int:
-    if not isinstance(found, str | int):
-        raise ValueError(f"expected text or a number, found {type(found).__name__}")
-    return found
+    return found if isinstance(found, str | int) else _wrong("text or a number", found)
 
 
 def _key(found: Any) -> Key:
     if isinstance(found, list):
         kind, text = _exactly(found, 2)
         return _text(kind), _text(text)
-    if isinstance(found, bool):
-        raise ValueError("a key that is a truth value has its type beside it")
-    return _plain(found)
+    return _wrong("a truth value beside its type", found) if isinstance(found, bool) else _plain(found)
 
 
 def _text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise ValueError(f"expected text, found {type(found).__name__}")
-    return found
+    return found if isinstance(found, str) else _wrong("text", found)
 
 
 def _list(found: Any) -> list[Any]:
-    if not isinstance(found, list):
-        raise ValueError(f"expected a list, found {type(found).__name__}")
-    return found
+    return found if isinstance(found, list) else _wrong("a list", found)
+
+
+def _wrong(expected: str, found: Any) -> Any:
+    raise ValueError(f"expected {expected}, found {type(found).__name__}")
 
 
 def _exactly(found: Any, length: int) -> list[Any]:

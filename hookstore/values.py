@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hookstore.structure import TENSOR, Branch, Key, pairs
+from hookstore.structure import TENSOR, Branch, Key, pairs, why_other
 
 _OF_KEYS: dict[str, Callable[[str], Any]] = {"float": float, "bool": lambda text: text == "True", "NoneType": lambda _: None}
 
@@ -133,7 +133,7 @@ def build(branch: Branch, leaf: Callable[[str], Any], *, packed: Callable[..., A
         return None
     kind = node[0]
     if kind == "other":
-        return NotStored(node[1], node[2])
+        return NotStored(node[1], why_other(node))
     held = [build(child, leaf, packed=packed) for child in branch.children]
     if kind in ("tuple", "list"):
         return tuple(held) if kind == "tuple" else held
@@ -141,14 +141,14 @@ def build(branch: Branch, leaf: Callable[[str], Any], *, packed: Callable[..., A
         num_positional = len(node[1])
         keywords = [keyword for keyword, _ in node[2]]
         return Arguments(tuple(held[:num_positional]), dict(zip(keywords, held[num_positional:], strict=True)))
-    keys = [key for key, _ in pairs(node)]
     if kind == "dict":
-        return dict(zip(_keys(keys), held, strict=True))
+        return dict(zip(_keys([key for key, _ in pairs(node)]), held, strict=True))
+    fields = [str(field) for field, _ in pairs(node)]
     if kind == "record":
-        return Record(node[1], dict(zip(keys, held, strict=True)), node[3])
+        return Record(node[1], dict(zip(fields, held, strict=True)), node[3])
     if kind == "namedtuple":
-        return _namedtuple(node[1], tuple(keys))(*held)
-    return packed(**dict(zip(keys, held, strict=True)))
+        return _namedtuple(node[1], tuple(fields))(*held)
+    return packed(**dict(zip(fields, held, strict=True)))
 
 
 def _keys(keys: list[Key]) -> Iterator[Any]:
