@@ -47,6 +47,8 @@ class Assembly:
         Rows at one place in training, of one attempt, in order of backward and time; one at least is captured.
     place : str
         What the value is, for messages.
+    where : dict
+        Layer, kind and coordinates, for exceptions.
     read : callable
         Reads the tensor of a row.
     as_torch : bool
@@ -64,12 +66,14 @@ class Assembly:
         self,
         rows: Iterable[dict[str, Any]],
         place: str,
+        where: dict[str, Any],
         read: Callable[[dict[str, Any]], Any],
         *,
         as_torch: bool,
         may_be_absent: str | None,
     ) -> None:
         self._place = place
+        self._where = where
         self._read = read
         self._as_torch = as_torch
         self._may_be_absent = may_be_absent
@@ -153,7 +157,9 @@ class Assembly:
         row = parts[-1].row if parts else None
         what = f"leaf {path!r} of {self._place}"
         why = f"was {row['status']}: {row['reason']}" if row else "has no row in the manifest; its batch may have been cut short"
-        return MissingCaptureError(f"{what} {why}. The other leaves can be read by .leaf()", status=row["status"] if row else None)
+        return MissingCaptureError(
+            f"{what} {why}. The other leaves can be read by .leaf()", status=row["status"] if row else None, **self._where
+        )
 
     def _makes_no_sense(self, error: Exception) -> CorruptRunError:
         return CorruptRunError(

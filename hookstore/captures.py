@@ -160,6 +160,7 @@ class Captures:
         assembly = Assembly(
             map(index.place, index.only_attempt(positions, index.attempt_of(captured[-1])).tolist()),
             name,
+            {"layer": self.layer, "kind": self.kind, **where},
             read,
             as_torch=torch,
             may_be_absent=self._why_absent(phase, where) if self.kind in _OF_BACKWARD else None,
@@ -404,12 +405,15 @@ class Captures:
     def rows(self) -> pa.Table:
         """The manifest rows of this layer and kind, in the order in which they were acknowledged."""
         rows = self._index.rows
-        return rows if self._leaf is None else rows.filter(pc.is_in(rows["leaf"], pa.array(self.leaves, pa.string())))
+        if self._leaf is None:
+            return rows
+        return rows.filter(pc.is_in(rows["leaf"], pa.array(self._shown(pc.unique(rows["leaf"]).to_pylist()), pa.string())))
 
     @property
     def leaves(self) -> list[str]:
-        """Leaf paths of the tensors, and of what was skipped."""
-        return self._shown(sorted(pc.unique(self._index.coded["leaf"]).to_pylist()))
+        """Leaf paths of the tensors that were captured."""
+        coded = self._index.coded
+        return self._shown(sorted(pc.unique(coded["leaf"].filter(pc.equal(coded["status"], "ok"))).to_pylist()))
 
     def _shown(self, leaves: list[str]) -> list[str]:
         """Keep the leaf paths that this view shows."""

@@ -208,7 +208,7 @@ def _field(value: Any, name: str, tensors: list[torch.Tensor], inside: tuple[int
     try:
         item = getattr(value, name)
     except Exception as error:  # a field that cannot be read holds nothing for us
-        return ("other", "field", f"reading it raises {type(error).__name__}")
+        return ("other", "unknown", f"reading it raises {type(error).__name__}")
     return _describe(item, tensors, inside)
 
 

@@ -27,16 +27,23 @@ def test_public_names_are_pinned():
     assert set(hookstore.__all__) == {
         *errors.__all__,
         *(
+            "Arguments",
             "Captures",
             "Fault",
             "LayerRun",
+            "NestedArray",
+            "NotStored",
+            "PackedSequence",
             "PartialBatch",
             "Progress",
+            "QuantizedArray",
+            "Record",
             "Recorder",
             "RecoveryReport",
             "Run",
             "RunInfo",
             "Samples",
+            "SparseArray",
             "Verification",
         ),
         *("__version__", "open", "record", "recover", "verify"),
@@ -86,7 +93,7 @@ def test_signatures_are_pinned():
             "refresh",
         },
         hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
-        hookstore.Captures: {"get", "leaves", "raw", "row", "rows", "samples", "tensor"},
+        hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
         hookstore.Samples: {"where"},
     }
     for kind, names in public.items():
