@@ -363,6 +363,8 @@ class Captures:
         positions = index.find(phase, **where)
         if attempt is not None:
             positions = index.only_attempt(positions, attempt)
+        if backward is not None:
+            positions = index.only_backward(positions, backward)
         if positions.size:
             latest = index.only_last_attempt(index.only_captured(positions))
             leaves = self._shown(index.leaves(latest if latest.size else positions))
@@ -372,8 +374,6 @@ class Captures:
             chosen = leaf if leaf is not None else leaves[0] if len(leaves) == 1 else self._leaf
             if chosen is not None:
                 positions = index.only_leaf(positions, chosen)
-            if backward is not None:
-                positions = index.only_backward(positions, backward)
         if positions.size:
             captured = index.only_last_attempt(index.only_captured(positions))
             if captured.size > 1 and backward is None:

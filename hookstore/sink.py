@@ -233,7 +233,7 @@ class Sink:
         except BaseException as error:
             self._failed(error, capture)
             return
-        if not other.is_primitive and (kind, other.type) not in self._warned:
+        if not other.is_trifle and (kind, other.type) not in self._warned:
             self._warned.add((kind, other.type))
             where = f"leaf {other.leaf!r} of the {kind}" if other.leaf else f"the {kind}"
             warnings.warn(
