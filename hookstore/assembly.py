@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hookstore.errors import CorruptRunError, HookstoreError, MissingCaptureError
 from hookstore.joined import join, join_torch
-from hookstore.structure import PARTS, Branch, Structure, decode
+from hookstore.structure import PARTS, TENSOR, Branch, Structure, decode
 from hookstore.values import NotStored, PackedSequence, build
 
 
@@ -97,6 +97,11 @@ class Assembly:
         for part in parts:
             if part.structure.whole == self.whole:
                 self._of_tensor.setdefault(part.tensor, []).append(part)
+        if self.whole is not None:
+            tensors = {leaf.path for leaf in self.whole.leaves() if leaf.node == TENSOR}
+            strange = [path for path, found in self._of_tensor.items() if path not in tensors and any(part.is_captured for part in found)]
+            if strange:
+                raise self._makes_no_sense(f"it has no tensor at {strange[0]!r}")
 
     @property
     def tensors(self) -> list[str]:
@@ -163,7 +168,7 @@ class Assembly:
             f"{what} {why}. The other leaves can be read by .leaf()", status=row["status"] if row else None, **self._where
         )
 
-    def _makes_no_sense(self, error: Exception) -> CorruptRunError:
+    def _makes_no_sense(self, error: Exception | str) -> CorruptRunError:
         return CorruptRunError(
             f"{self._place}: the manifest has a structure that makes no sense, or one that the tensors do not fit ({error})"
         )

@@ -79,7 +79,7 @@ class Sink:
                 _dispatch_keys(tensor).raw_repr(),
             )
             array = self._known.get(key)
-        except RuntimeError:  # a nested tensor has no shape
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
             pass
         if array is not None and type(tensor) in _PLAIN_TYPES:
             try:

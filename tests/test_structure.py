@@ -352,7 +352,8 @@ def test_several_backwards_over_one_forward(path):
             run[""].gradient.value(0, 0, backward=2)
 
 
-def test_a_gradient_that_is_sparse_where_the_output_was_dense(path):
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_gradient_that_is_sparse_where_the_output_was_dense(path, is_plain):
     """As of the weight of a sparse embedding; index 1 comes twice (wandb#305)."""
 
     class Weight(nn.Module):
@@ -361,19 +362,20 @@ def test_a_gradient_that_is_sparse_where_the_output_was_dense(path):
             self.weight = nn.Parameter(torch.zeros(4, 2))
 
         def forward(self):
-            return self.weight, self.weight * 1
+            return self.weight if is_plain else (self.weight, numbers(1))
 
     model = Weight()
     with hookstore.record(model, path, layers="", kinds=BOTH, buffer_bytes=1 << 20):
-        weight, other = model()
-        looked_up = nn.functional.embedding(torch.tensor([1, 3, 1]), other, sparse=False)
-        sparse = nn.functional.embedding(torch.tensor([1, 3, 1]), weight, sparse=True)
-        ((sparse * numbers(1, 10)).sum() + looked_up.sum()).backward()
+        output = model()
+        weight = output if is_plain else output[0]
+        (nn.functional.embedding(torch.tensor([1, 3, 1]), weight, sparse=True) * numbers(1, 10)).sum().backward()
     with hookstore.open(path) as run:
-        assert run[""].activation[0, 0][0].tolist() == [[0.0, 0.0]] * 4
-        whole, dense = run[""].gradient[0, 0]
-        assert dense.tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
-    assert np.array_equal(whole.dense() if isinstance(whole, hookstore.SparseArray) else whole, model.weight.grad.to_dense().numpy())
+        found = run[""].gradient[0, 0]
+        assert is_plain or found[1] is None
+        sparse = found if is_plain else found[0]
+        assert sparse.dense().tolist() == [[0.0, 0.0], [2.0, 20.0], [0.0, 0.0], [1.0, 10.0]]
+        assert sparse.parts["indices"].tolist() == [[1, 3, 1]]
+        assert plain(run[""].activation[0, 0] if is_plain else run[""].activation[0, 0][0]) == [[0.0, 0.0]] * 4
 
 
 # Special tensors ------------------------------------------------------------------------------------------------------
@@ -615,6 +617,43 @@ def test_tensors_spread_over_processes(path):
             assert json.loads(text)[2:] == ["x", ["dtensor", {"placements": ["S(0)"], "mesh": [1], "names": ["data"]}, "tensor"]]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_tensor_that_is_still_on_its_way(path):
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as collectives
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with record(path, lambda: [collectives.all_reduce(numbers(1, 2), "sum", dist.group.WORLD)]) as run:
+            assert plain(run[""].activation[0, 0]) == [[1.0, 2.0]]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_of_symbolic_shape_are_skipped(path):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fake = [mode.from_tensor(torch.ones(7, 3)), torch.ones(2)]
+    with pytest.warns(CaptureWarning, match="FakeTensor"), record(path, fake) as run:
+        assert run.manifest["status"].to_pylist() == ["skipped"] * 2
+
+
+def test_scaled_gradients_are_divided_wherever_they_stand(path):
+    leaf = torch.ones(2, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    module = Returning()
+    module.value = lambda: (leaf * 2, [leaf * 3])
+    with hookstore.record(module, path, layers="", kinds="gradient", scaler=scaler, buffer_bytes=1 << 20):
+        first, (second,) = module()
+        scaler.scale((first + 5 * second).sum()).backward()
+    with hookstore.open(path) as run:
+        for as_torch in (False, True):
+            assert plain(run[""].gradient.value(0, 0, torch=as_torch)) == ([1.0, 1.0], [[5.0, 5.0]])
+            assert plain(run[""].gradient.raw.value(0, 0, torch=as_torch)) == ([1024.0] * 2, [[5120.0] * 2])
+        assert plain(run[""].gradient.raw.leaf("1")[0, 0]) == plain(run[""].gradient.leaf("1").raw[0, 0]) == [[5120.0] * 2]
 
 
 # What reading does with gaps --------------------------------------------------------------------------------------------
@@ -886,6 +925,12 @@ def test_texts_that_no_writer_wrote_are_refused(text):
         structure.decode(text)
     assert not isinstance(caught.value, RecursionError)
     with pytest.raises(CorruptRunError, match="a structure that makes no sense"):
+        assemble(rows_of({"structure": text}))
+
+
+@pytest.mark.parametrize("text", ["null", '["list",[]]', '["list",[null,"tensor"]]', '["other","x",""]'])
+def test_a_structure_without_the_tensor_that_was_captured_is_an_error(text):
+    with pytest.raises(CorruptRunError, match="it has no tensor at '0'"):
         assemble(rows_of({"structure": text}))
 
 
