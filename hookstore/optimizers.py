@@ -54,7 +54,7 @@ class OptimizerHooks:
         self._concerned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._task = -1  # the backward that the last step was taken in
         self._step = 0  # steps before the one that is being taken
-        self._scaler = _ScalerWatch(scaler) if self._layers and scaler is not None else None
+        self._scaler = _ScalerWatch(scaler) if self._layers and scaler is not None and scaler.is_enabled() else None
         self._here: Coordinates | None = None  # where the clock stood when it was last looked at, if there is a scaler
         self._handles = [register_optimizer_step_post_hook(_weakly(self._after))]
         if self._layers:

@@ -44,11 +44,9 @@ def step(model, optimizer, scale=1.0):
     optimizer.step()
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
 def test_gradients_of_each_step(path, make, how):
-    if how.get("fused") and make is torch.optim.RMSprop:
-        pytest.skip("RMSprop has no fused form")
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters(), lr=0.1, **how)
     seen = []
@@ -338,6 +336,16 @@ def test_two_optimizers_of_which_one_is_skipped(path):
         assert [row[-1] for row in rows(run["0"].parameter_gradient)] == ["ok"] * 3
         assert [row[-1] for row in rows(run["1"].parameter_gradient)] == ["ok", "skipped", "ok"]
         assert [row[3] for row in rows(run["0"].parameter_gradient)] == [0, 2, 3]
+
+
+def test_scaler_that_is_off(path):
+    model = linear(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with recording(model, path, layers="", scaler=scaler) as recorder:
+        train_scaled(model, optimizer, scaler, recorder.batches([3.0, float("inf")], epoch=0))
+    with hookstore.open(path) as run:
+        assert [values(run[""].parameter_gradient, 0, batch) for batch in range(2)] == [[[3.0]], [[float("inf")]]]
 
 
 def test_unscaled_and_clipped_gradients_are_what_the_step_uses(path):
