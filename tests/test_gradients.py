@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 
 import pytest
@@ -389,6 +390,85 @@ def test_shares_equal_those_of_full_backward_hooks_to_the_bit(path, name):
             assert torch.equal(found, gradient), (layer, position)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+# Random programs -----------------------------------------------------------------------------------------------------
+
+STEPS = [
+    lambda x, _: x.sin(),
+    lambda x, _: x.neg_(),
+    lambda x, _: x.clone(),
+    lambda x, _: x.view(-1).view_as(x),
+    lambda x, _: x.detach() * 3 + x,
+    lambda x, _: x.t().mul_(2).t(),
+    lambda x, _: (x[:2].mul_(3), x)[1],
+    lambda x, _: (x[:, :1].add_(1), x)[1],
+    lambda x, y: x + y,
+    lambda x, y: x.add_(y.clone()),
+    lambda x, y: sum(Doubles.apply(x, 2, y)),
+    lambda x, y: Doubles.apply(x, 3, y)[0],
+]
+INPUTS = [
+    lambda leaf: leaf * 1,
+    lambda leaf: (leaf * 1).view(4, 3),
+    lambda leaf: (leaf.t() * 1).t(),
+    lambda leaf: torch.cat([leaf, leaf.detach()])[:4],
+]
+
+
+def random_program(rng, num_inputs):
+    """Return a function of tensors that edits, looks at and combines them at random, and returns one or two of them."""
+    steps = [(rng.choice(STEPS), rng.randrange(9), rng.randrange(9)) for _ in range(rng.randint(1, 5))]
+    outputs = [rng.randrange(9) for _ in range(rng.randint(1, 2))]
+
+    def run(*inputs):
+        assert len(inputs) == num_inputs
+        known = list(inputs)
+        for step, first, second in steps:
+            known.append(step(known[first % len(known)], known[second % len(known)]))
+        return tuple(known[-1 - output % (len(known) - num_inputs)] for output in outputs)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*edited in place:hookstore.CaptureWarning")
+def test_shares_of_random_programs_with_edits_and_views_are_right_or_gaps(path):
+    """Against `autograd.grad` through the same program in float64."""
+    rng = random.Random(5)
+    model, expected = Calls(None), {}
+    with recording(model, path, layers="", kinds="input_gradient") as recorder:
+        for batch in recorder.batches(range(250), epoch=0):
+            leaves = [torch.randn(4, 3, requires_grad=True) for _ in range(rng.randint(1, 2))]
+            model.function, make, edits = random_program(rng, len(leaves)), [rng.choice(INPUTS) for _ in leaves], rng.random() < 0.3
+            weights = [torch.randn(4, 3) for _ in range(2)]
+            precise = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+            def loss(function, inputs, weights=weights, edits=edits):
+                outputs = function(*inputs)
+                if edits and len(outputs) == 1:
+                    outputs[0].mul_(2)
+                return sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=False))
+
+            try:
+                expected[batch] = torch.autograd.grad(
+                    loss(model.function, [one(leaf) for one, leaf in zip(make, precise, strict=True)]), precise
+                )
+            except RuntimeError:  # the program is none: it edits what autograd has saved, or what it does not use
+                continue
+            loss(model, [one(leaf) for one, leaf in zip(make, leaves, strict=True)]).backward()
+    with hookstore.open(path) as run:
+        shares = run[""].input_gradient
+        rows = {(row["batch"], row["leaf"]): row["status"] for row in shares.rows.to_pylist()}
+        num_right = 0
+        for batch, gradients in expected.items():
+            for position, gradient in enumerate(gradients):
+                leaf = str(position) if len(gradients) > 1 else ""
+                if rows.get((batch, leaf)) == "ok":
+                    torch.testing.assert_close(shares.tensor(0, batch, leaf=leaf).double(), gradient, rtol=1e-4, atol=1e-4)
+                    num_right += 1
+                else:
+                    assert rows.get((batch, leaf)) == "skipped" or not gradient.any(), batch
+        assert num_right > 100
 
 
 # Lifetimes ---------------------------------------------------------------------------------------------------------
