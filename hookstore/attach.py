@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from hookstore.errors import CaptureWarning
+from hookstore.fastpath import FastPathHook, disturbed_layers
 from hookstore.hooks import InertCopy, LayerHooks, is_traced
 from hookstore.schedule import Clock
 from hookstore.selection import Layer
 from hookstore.sink import Sink
+from hookstore.swaps import ModuleNames
+from hookstore.uncalled import EnterHook, LeaveHook, UncalledLayers, likely_cause
+from hookstore.wrappers import name_modules, unwrap
 
 _graph_task = torch._C._current_graph_task_id
 
 
 class _TickHook(InertCopy):
-    """Moves the automatic clock when the root module is called."""
+    """Moves the automatic clock when the first model is called."""
 
     __slots__ = ("_hooks",)
 
@@ -30,7 +37,7 @@ class _TickHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         if _graph_task() == -1 and not is_traced():
-            self._hooks.tick()
+            self._hooks.tick_in_call()
 
 
 class ModelHooks:
@@ -38,8 +45,8 @@ class ModelHooks:
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The root, referred to weakly.
+    models : mapping
+        The models by name, one alone under ``""``; referred to weakly. Calls of the first move the automatic clock.
     layers : iterable of Layer
         What is recorded.
     kinds : iterable of str
@@ -48,35 +55,66 @@ class ModelHooks:
         Where it goes.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
+        layers, kinds = list(layers), list(kinds)
+        self._first_name, first = next(iter(models.items()))
+        self._first = weakref.ref(unwrap(first))
         self._sink = sink
         self._layers = [LayerHooks(layer, kinds, sink) for layer in layers]
+        self._names = ModuleNames(models)
+        self.uncalled = UncalledLayers([layer.name for layer in layers], kinds, sink, self._likely_causes)
+        hooked = {id(layer.module) for layer in layers}
+        self._around = _AroundLayers(models, hooked, self.uncalled, sink.clock)
         self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
         self._tick_hook = _TickHook(self)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
-        self._step_handle = _count_steps(model, sink.clock)
+        self._step_handle = _count_steps(models.values(), sink.clock)
 
     def update(self) -> None:
         """Register and remove hooks as the clock's position asks."""
         if self._is_removed:
             return
         clock = self._sink.clock
-        self._install(wanted=clock.may_record)
+        self._follow_swaps()
+        self._install(wanted=clock.may_record and not (clock.is_automatic and self._is_encoder_layer))
         if not clock.is_automatic and self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None
         elif clock.is_automatic and self._tick_handle is None:
-            model = self._model()
-            if model is not None:
-                self._tick_handle = model.register_forward_pre_hook(self._tick_hook, prepend=True)
+            self._tick_handle = self._register_tick()
+
+    @property
+    def _is_encoder_layer(self) -> bool:
+        """Whether the first model is such that a hook on it, even one that only counts calls, changes what it computes; see `hookstore.fastpath`."""
+        return isinstance(self._first(), nn.TransformerEncoderLayer)
+
+    def _register_tick(self) -> RemovableHandle | None:
+        first = self._first()
+        if first is None:
+            return None
+        if not self._is_encoder_layer:
+            return first.register_forward_pre_hook(self._tick_hook, prepend=True)
+
+        def tick_everywhere(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module is self._first():
+                self._tick_hook(module, args)
+
+        return register_module_forward_pre_hook(tick_everywhere)
 
     def tick(self) -> None:
-        """Go on to the next batch: the root module is being called."""
+        """Go on to the next batch: the first model is being called."""
         clock = self._sink.clock
         clock.tick()
+        self._follow_swaps()
         self._install(wanted=clock.here() is not None)
+
+    def tick_in_call(self) -> None:
+        """Go on to the next batch from a hook of the call that begins it."""
+        was_around = self._around.is_installed
+        self.tick()
+        if self._around.is_installed and not was_around:  # torch has listed the hooks before
+            self.uncalled.enter()
 
     def _install(self, *, wanted: bool) -> None:
         state = (wanted, self._sink.clock.is_automatic)
@@ -88,12 +126,48 @@ class ModelHooks:
             self._install_each(wanted=wanted)
 
     def _install_each(self, *, wanted: bool) -> None:
+        if wanted:
+            self._around.install()
+        else:
+            self._around.remove()
         for layer in self._layers:
-            if wanted or (layer.name == "" and self._sink.clock.is_automatic):  # torch has listed the root's hooks before the clock ticks
+            if wanted or (layer.name == self._first_name and self._sink.clock.is_automatic):  # torch lists the root's hooks before the clock ticks
                 layer.install()
             elif layer.is_installed:
                 layer.remove()
                 layer.forget()
+
+    def _likely_causes(self, layers: Iterable[str]) -> dict[str, str]:
+        now = self._names.now()
+        by_name = {layer.name: layer for layer in self._layers}
+        if any(now.get(name) is not by_name[name].module for name in layers):
+            self._names.is_stale = True
+        return {name: likely_cause(by_name[name], now) for name in layers}
+
+    def _follow_swaps(self) -> None:
+        """Go on with the modules that have taken the place of others since the last batch."""
+        if not self._names.is_stale:
+            return
+        self._names.is_stale = False
+        now = self._names.now()
+        swapped = [told for layer in self._layers if (told := self._follow(layer, now))]
+        if swapped:
+            shown = "; ".join(swapped[:5]) + (f"; and {len(swapped) - 5} more" if len(swapped) > 5 else "")
+            warnings.warn(f"modules of the model were replaced while it was recorded: {shown}", CaptureWarning, stacklevel=2)
+
+    def _follow(self, layer: LayerHooks, now: Mapping[str, nn.Module]) -> str | None:
+        """Have a layer's hooks go on with the module that has its name now; say what has changed, if anything has."""
+        module = layer.module
+        there = [now[name] for name in layer.names if name in now]
+        if not there or all(one is module for one in there):
+            return None
+        self.uncalled.watch_again(layer.name)
+        successor = there[0]
+        if any(one is not successor for one in there):
+            layer.replace(None)
+            return f"{layer.name!r} and its aliases are no longer one module, and are recorded no more"
+        layer.replace(successor)
+        return f"{layer.name!r} is another module now, a {type(successor).__name__}, which is recorded from the next batch on"
 
     @property
     def is_installed(self) -> bool:
@@ -109,18 +183,65 @@ class ModelHooks:
         """Remove every hook, for good."""
         self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
+        self._around.remove()
         for layer in self._layers:
             layer.remove()
             layer.forget()
         if self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None
+        self._names.remove()
         self._step_handle.remove()
 
 
-def _count_steps(model: nn.Module, clock: Clock) -> RemovableHandle:
-    """Count the steps of optimizers that hold a parameter of the model."""
-    parameters = {id(parameter) for parameter in model.parameters()}
+class _AroundLayers:
+    """Hooks of batches that are recorded, on what is around the layers: they capture nothing, but tell what became of a call.
+
+    Parameters
+    ----------
+    models : mapping
+        The models by name.
+    hooked : set of int
+        Identities of the modules that are recorded.
+    uncalled : UncalledLayers
+        Is told when a call of a model begins and returns.
+    clock : Clock
+        Where training stands.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], hooked: set[int], uncalled: UncalledLayers, clock: Clock) -> None:
+        roots = {id(root): root for root in map(unwrap, models.values())}
+        self._roots = [weakref.ref(root) for root in roots.values() if any(id(module) in hooked for module in root.modules())]
+        disturbed = disturbed_layers(name_modules(models), hooked)
+        self._disturbed = [weakref.ref(found.module) for found in disturbed]
+        self._enter, self._leave = EnterHook(uncalled), LeaveHook(uncalled)
+        self._fast_path = FastPathHook([found.names[0] for found in disturbed], clock)
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the hooks are there."""
+        return bool(self._handles)
+
+    def install(self) -> None:
+        """Register the hooks; does nothing if they are."""
+        if self._handles:
+            return
+        for root in (root for reference in self._roots if (root := reference()) is not None):
+            self._handles += [root.register_forward_pre_hook(self._enter), root.register_forward_hook(self._leave)]
+        if not self._fast_path.has_warned:
+            for layer in (layer for reference in self._disturbed if (layer := reference()) is not None):
+                self._handles.append(layer.register_forward_pre_hook(self._fast_path))
+
+    def remove(self) -> None:
+        """Remove the hooks; does nothing if they are not there."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _count_steps(models: Iterable[nn.Module], clock: Clock) -> RemovableHandle:
+    """Count the steps of optimizers that hold a parameter of the models."""
+    parameters = {id(parameter) for model in models for parameter in model.parameters()}
     concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def count(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:

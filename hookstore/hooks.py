@@ -26,6 +26,7 @@ from hookstore.schedule import Budget
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
+from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
@@ -68,6 +69,7 @@ class LayerHooks:
 
     def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink) -> None:
         self.name = layer.name
+        self.names = (layer.name, *layer.aliases[: layer.num_names - 1])
         self.sink = sink
         self.kinds = frozenset(kinds)
         self.takes_activation = "activation" in self.kinds
@@ -76,7 +78,7 @@ class LayerHooks:
         self.calls = _Calls()
         self.was_called = False
         self.watches: list[GradientWatch] = []
-        self._module = weakref.ref(layer.module)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(layer.module)
         self._pre: Callable[..., None] = _PreHook(self)
         self._post: Callable[..., None] = _PostHook(self)
         if sink.clock.budget is not None:
@@ -101,6 +103,20 @@ class LayerHooks:
     def is_installed(self) -> bool:
         """Whether the hooks are on the module."""
         return bool(self._handles)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it is alive."""
+        return self._module()
+
+    def replace(self, module: nn.Module | None) -> None:
+        """Go on with the module that has taken this one's place, or with none."""
+        was_installed = self.is_installed
+        self.remove()
+        self.forget()
+        self._module = weakref.ref(module) if module is not None else lambda: None
+        if was_installed:
+            self.install()
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
@@ -182,9 +198,8 @@ class _PreHook(InertCopy):
                 for leaf, tensor in argument_leaves(args, kwargs or {}):
                     hooks.sink.put(hooks.name, "input", leaf, tensor, call)
             if "parameter" in hooks.kinds:
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        hooks.sink.put(hooks.name, "parameter", name, parameter, call)
+                for name, parameter in own_parameters(module):
+                    hooks.sink.put(hooks.name, "parameter", name, parameter, call)
 
 
 class _PostHook(InertCopy):
