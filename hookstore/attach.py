@@ -58,7 +58,7 @@ class ModelHooks:
     def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
         layers, kinds = list(layers), list(kinds)
         self._first_name, first = next(iter(models.items()))
-        self._first = weakref.ref(unwrap(first))
+        self._model = weakref.ref(unwrap(first))
         self._sink = sink
         self._layers = [LayerHooks(layer, kinds, sink) for layer in layers]
         self._names = ModuleNames(models)
@@ -87,17 +87,17 @@ class ModelHooks:
     @property
     def _is_encoder_layer(self) -> bool:
         """Whether the first model is such that a hook on it, even one that only counts calls, changes what it computes; see `hookstore.fastpath`."""
-        return isinstance(self._first(), nn.TransformerEncoderLayer)
+        return isinstance(self._model(), nn.TransformerEncoderLayer)
 
     def _register_tick(self) -> RemovableHandle | None:
-        first = self._first()
+        first = self._model()
         if first is None:
             return None
         if not self._is_encoder_layer:
             return first.register_forward_pre_hook(self._tick_hook, prepend=True)
 
         def tick_everywhere(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module is self._first():
+            if module is self._model():
                 self._tick_hook(module, args)
 
         return register_module_forward_pre_hook(tick_everywhere)

@@ -475,15 +475,16 @@ if hasattr(os, "register_at_fork"):
 def _phase_of(models: Mapping[str, nn.Module]) -> Callable[[], str]:
     """Return what says which phase the models are in: ``"train"`` while any of them is in training mode. It keeps none of them alive."""
     roots = [weakref.ref(unwrap(model)) for model in models.values()]
-    if len(roots) > 1:
-        return lambda: "train" if any(root is None or root.training for root in (root() for root in roots)) else "eval"
-    (root,) = roots
 
-    def phase() -> str:
-        module = root()
+    def phase_of_one() -> str:
+        module = roots[0]()
         return "train" if module is None or module.training else "eval"
 
-    return phase
+    def phase_of_several() -> str:
+        alive = [module for root in roots if (module := root()) is not None]
+        return "train" if not alive or any(module.training for module in alive) else "eval"
+
+    return phase_of_one if len(roots) == 1 else phase_of_several
 
 
 # Checks -----------------------------------------------------------------------------------------------------------
