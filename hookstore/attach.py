@@ -65,7 +65,7 @@ class ModelHooks:
         self.uncalled = UncalledLayers([layer.name for layer in layers], kinds, sink, self._likely_causes)
         hooked = {id(layer.module) for layer in layers}
         self._around = _AroundLayers(models, hooked, self.uncalled, sink.clock)
-        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
+        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether calls of the first model have a hook
         self._tick_hook = _TickHook(self)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
@@ -77,12 +77,21 @@ class ModelHooks:
             return
         clock = self._sink.clock
         self._follow_swaps()
+        is_listening = self._listens
         self._install(wanted=clock.may_record and not (clock.is_automatic and self._is_encoder_layer))
-        if not clock.is_automatic and self._tick_handle is not None:
+        if is_listening and self._tick_handle is None:
+            self._tick_handle = self._register_tick()
+        elif not is_listening and self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None
-        elif clock.is_automatic and self._tick_handle is None:
-            self._tick_handle = self._register_tick()
+
+    @property
+    def _listens(self) -> bool:
+        """Whether the calls of the first model have a hook: they move the automatic clock, and in models with a fast path that hooks turn off they tell
+        whether this call is of a phase that is recorded.
+        """
+        clock = self._sink.clock
+        return clock.is_automatic or (clock.may_record and self._around.disturbs)
 
     @property
     def _is_encoder_layer(self) -> bool:
@@ -117,7 +126,7 @@ class ModelHooks:
             self.uncalled.enter()
 
     def _install(self, *, wanted: bool) -> None:
-        state = (wanted, self._sink.clock.is_automatic)
+        state = (wanted, self._listens)
         if state == self._state:
             return
         self._state = state
@@ -131,7 +140,9 @@ class ModelHooks:
         else:
             self._around.remove()
         for layer in self._layers:
-            if wanted or (layer.name == self._first_name and self._sink.clock.is_automatic):  # torch lists the root's hooks before the clock ticks
+            if wanted or (
+                layer.name == self._first_name and self._sink.clock.is_automatic
+            ):  # torch lists the root's hooks before the clock ticks
                 layer.install()
             elif layer.is_installed:
                 layer.remove()
@@ -222,6 +233,11 @@ class _AroundLayers:
     def is_installed(self) -> bool:
         """Whether the hooks are there."""
         return bool(self._handles)
+
+    @property
+    def disturbs(self) -> bool:
+        """Whether hooks on the layers turn off a fast path."""
+        return bool(self._disturbed)
 
     def install(self) -> None:
         """Register the hooks; does nothing if they are."""

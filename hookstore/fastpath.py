@@ -41,15 +41,16 @@ class FastPathHook(InertCopy):
         self.has_warned = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        here = None if self.has_warned or is_traced() else self._clock.here()
-        if here is None or not _would_be_taken(module, args):
+        """Warn if this call would have taken the fast path."""
+        if self.has_warned or is_traced() or not _would_be_taken(module, args) or not _has_hooks(module):
             return
         self.has_warned = True
+        here = self._clock.here()
+        where = "a batch that is not recorded" if here is None else f"{here.phase} epoch {here.epoch}, batch {here.batch}"
         shown = ", ".join(map(repr, self._names[:3])) + (f" and {len(self._names) - 3} more" if len(self._names) > 3 else "")
         warnings.warn(
-            f"while layers in it are recorded, TransformerEncoderLayer {shown} cannot take its fused fast path in evaluation, first in {here.phase} epoch "
-            f"{here.epoch}, batch {here.batch}: its outputs differ in rounding from those of the model without hooks (in float32 by about 1e-6 of the largest "
-            "value). Record layers outside of it, or call torch.backends.mha.set_fastpath_enabled(False) to compute the same with and without",
+            f"while layers in it are recorded, TransformerEncoderLayer {shown} cannot take its fused fast path in evaluation, first in {where}: "
+            "its outputs differ in rounding from those of the model without hooks (in float32 by about 1e-6 of the largest value). Record layers outside of it, or call torch.backends.mha.set_fastpath_enabled(False) to compute the same with and without",
             CaptureWarning,
             stacklevel=2,
         )
@@ -98,3 +99,8 @@ def _would_be_taken(layer: nn.Module, args: tuple[Any, ...]) -> bool:
     if not torch.is_grad_enabled():
         return True
     return not any(parameter.requires_grad for parameter in layer.parameters()) and not getattr(inputs, "requires_grad", False)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    """Say whether there are hooks by now: those on the layer itself are still called when the clock has just removed them."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())

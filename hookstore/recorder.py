@@ -24,7 +24,15 @@ from hookstore import __version__
 from hookstore.attach import ModelHooks
 from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
-from hookstore.errors import CaptureWarning, NotARunError, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
+from hookstore.errors import (
+    CaptureWarning,
+    NotARunError,
+    OptionError,
+    RecorderClosedError,
+    RunExistsError,
+    RunLockedError,
+    UnsupportedModelError,
+)
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.format import (
     DTYPES,
@@ -122,7 +130,7 @@ def record(
         with ``{"generator": g, "discriminator": d}`` the layers are ``generator.0``, ``discriminator.0``, … and the roots ``generator`` and
         ``discriminator``. Without a clock set, each call of the first is the next batch; the phase is ``"train"`` while any of them is in training mode.
     path : path-like
-        Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``.
+        Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``. Under ``torch.distributed`` each rank needs its own.
     layers : str, re.Pattern, type, callable, or iterable of these, optional
         Which layers: globs over ``named_modules()`` names, compiled regular expressions (searched), module types, predicates ``(name, module) -> bool``.
         The root is ``""``. By default every module without children. Names are those that the model has without the wrappers that training puts around it or
@@ -209,7 +217,14 @@ def record(
     }
     run_path = os.path.abspath(os.fspath(path))
     begin = _resume_run if mode == "a" and _holds_something(run_path) else _create_run
-    lock, leftover = begin(run_path, models, selected, description)
+    try:
+        lock, leftover = begin(run_path, models, selected, description)
+    except (RunExistsError, RunLockedError) as error:
+        rank, num_ranks = _rank_of_process()
+        if num_ranks > 1:
+            own = os.path.join(run_path, f"rank{rank}")
+            error.args = (f"{error}; this is rank {rank} of {num_ranks}: each records into a directory of its own, such as {own}",)
+        raise
     try:
         return Recorder(
             models,
@@ -270,8 +285,9 @@ class Recorder:
         self._disable_on_failure = disable_on_failure
         self._is_closed = False
         self._clock = Clock(schedule, _phase_of(models), budget)
+        rank = _rank_of_process()[0]
         catalog = ArrayCatalog(
-            every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs, stored=[array.spec for array in leftover.arrays]
+            every=schedule.every, num_epochs=schedule.num_epochs, rank=rank, codec=codecs, stored=[array.spec for array in leftover.arrays]
         )
         pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(
@@ -288,6 +304,7 @@ class Recorder:
             self._stager,
             num_epochs=schedule.num_epochs,
             epoch_batches=lambda: self._clock.epoch_batches,
+            rank=rank,
             lock=lock,
             leftover=leftover,
             under_way=lambda: (self._clock.under_way, self._clock.step),
@@ -520,16 +537,27 @@ def _check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in given)
 
 
+def _rank_of_process() -> tuple[int, int]:
+    """Return which of how many processes this is, in the process group that training has set up; the only one where there is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
 def _check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the models by name, one alone under the empty name, if they can be recorded."""
     if not isinstance(given, Mapping):
         _check_model(given)
         return {"": given}
     if not given:
-        raise OptionError("model: expected a module, or at least one in a mapping from names to modules, got an empty mapping", option="model")
+        raise OptionError(
+            "model: expected a module, or at least one in a mapping from names to modules, got an empty mapping", option="model"
+        )
     for name, model in given.items():
         if not isinstance(name, str) or not name or "." in name:
-            raise OptionError(f"model: expected names without dots in the mapping of modules, such as 'generator', got {name!r}", option="model")
+            raise OptionError(
+                f"model: expected names without dots in the mapping of modules, such as 'generator', got {name!r}", option="model"
+            )
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(f"model {name!r}: expected a torch.nn.Module, got a {type(model).__name__}")
         _check_model(model)
@@ -574,7 +602,9 @@ def _holds_something(run_path: str) -> bool:
     return bool(inside) or any(not name.startswith(LOCK_FILE) for name in list_names(os.path.join(run_path, JOURNAL_DIR)))
 
 
-def _create_run(run_path: str, models: Mapping[str, nn.Module], layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
+def _create_run(
+    run_path: str, models: Mapping[str, nn.Module], layers: list[Layer], description: dict[str, Any]
+) -> tuple[RunLock, Leftover]:
     """Make the run's directories and ``run.json``."""
     os.makedirs(os.path.dirname(run_path), exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -612,7 +642,9 @@ def _create_run(run_path: str, models: Mapping[str, nn.Module], layers: list[Lay
     return lock, Leftover(0, [], {}, [])
 
 
-def _resume_run(run_path: str, models: Mapping[str, nn.Module], layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
+def _resume_run(
+    run_path: str, models: Mapping[str, nn.Module], layers: list[Layer], description: dict[str, Any]
+) -> tuple[RunLock, Leftover]:
     """Take a run up again: recover what a dead writer left, and add this attempt to ``run.json``."""
     try:
         read_description(run_path)

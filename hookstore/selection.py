@@ -82,9 +82,15 @@ def select_layers(models: nn.Module | Mapping[str, nn.Module], layers: LayerPatt
 def _without_children(modules: list[NamedModule]) -> set[int]:
     """Choose the modules that have no children; what computes the weight of a layer is no layer of its own."""
     inside = {id(part) for found in modules for part in parametrizations(found.module)}
-    chosen = {id(found.module) for found in modules if id(found.module) not in inside and has_no_layers(found.module) and not is_container(found.module)}
+    chosen = {
+        id(found.module)
+        for found in modules
+        if id(found.module) not in inside and has_no_layers(found.module) and not is_container(found.module)
+    }
     if not chosen:
-        raise SelectionError("layers: the model has no module without children that has a forward of its own; name the layers, such as layers=''")
+        raise SelectionError(
+            "layers: the model has no module without children that has a forward of its own; name the layers, such as layers=''"
+        )
     return chosen
 
 
@@ -93,9 +99,7 @@ def _find(pattern: LayerPattern, modules: list[NamedModule]) -> list[NamedModule
     matches = _matcher(pattern)
     found = [one for one in modules if any(matches(name, one.module) for name in one.names)]
     if not found:
-        found = [
-            one for one in modules for name in one.full_names for module in (one.module, *one.wrappers) if matches(name, module)
-        ]
+        found = [one for one in modules for name in one.full_names for module in (one.module, *one.wrappers) if matches(name, module)]
     if not found:
         raise SelectionError(_nothing_matches(pattern, [name for one in modules for name in one.names]))
     called = [one for one in found if not is_container(one.module)]

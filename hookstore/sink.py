@@ -186,7 +186,9 @@ class Sink:
         for layer, reason in reasons.items():
             by_reason.setdefault(reason, []).append(layer)
             for kind in kinds:
-                capture = Capture(layer, kind, "", "", here, 0, 0, step, (), now, status="skipped", reason=f"the layer was not called: {reason}")
+                capture = Capture(
+                    layer, kind, "", "", here, 0, 0, step, (), now, status="skipped", reason=f"the layer was not called: {reason}"
+                )
                 try:
                     self._stager.note(capture)
                 except BaseException as error:

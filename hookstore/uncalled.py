@@ -146,7 +146,8 @@ class EnterHook(InertCopy):
         self._uncalled = uncalled
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        if _graph_task() == -1 and not is_traced():  # activation checkpointing may break off what it computes again
+        """Note it, unless the model is computed again, which activation checkpointing may break off."""
+        if _graph_task() == -1 and not is_traced():
             self._uncalled.enter()
 
 
@@ -159,5 +160,6 @@ class LeaveHook(InertCopy):
         self._uncalled = uncalled
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        if _graph_task() == -1 and not is_traced():  # activation checkpointing may break off what it computes again
+        """Note it, unless the model is computed again, which activation checkpointing may break off."""
+        if _graph_task() == -1 and not is_traced():
             self._uncalled.leave()

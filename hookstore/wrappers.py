@@ -54,7 +54,9 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return what a wrapper holds, and its attribute there."""
+    """Return what a wrapper holds, and its attribute there. One that holds more than that is taken as the user made it."""
+    if sum(child is not None for child in module._modules.values()) != 1:
+        return None
     for kind in type(module).__mro__:
         attribute = _WRAPPERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if attribute is not None:
@@ -72,20 +74,17 @@ def name_modules(models: Mapping[str, nn.Module]) -> list[NamedModule]:
         Each model under its name, which precedes those of its modules; one model alone is under ``""``.
     """
     found: dict[int, NamedModule] = {}
-    taken: dict[str, nn.Module] = {}
     for prefix, model in models.items():
         for name, full_name, module in _walk(model, prefix, prefix, ()):
             inner = unwrap(module)
             named = found.setdefault(id(inner), NamedModule(inner))
-            if taken.setdefault(name, inner) is not inner:
-                name = full_name  # a wrapper has another module beside the one that it wraps, of the same name as one inside  # noqa: PLW2901
-                taken.setdefault(name, inner)
             if name not in named.names:
                 named.names.append(name)
             if full_name != name and full_name not in named.full_names:
                 named.full_names.append(full_name)
             if module is not inner and not any(module is wrapper for wrapper in named.wrappers):
                 named.wrappers.append(module)
+    taken = {name for named in found.values() for name in named.names}
     for named in found.values():
         named.full_names = [name for name in named.full_names if name not in taken]
     return list(found.values())
@@ -121,7 +120,9 @@ def is_container(module: nn.Module) -> bool:
 
 def has_no_layers(module: nn.Module) -> bool:
     """Say whether a module has no children; what computes its parametrized tensors are none."""
-    return not any(child is not None for name, child in module._modules.items() if name != "parametrizations" or not is_parametrized(module))
+    return not any(
+        child is not None for name, child in module._modules.items() if name != "parametrizations" or not is_parametrized(module)
+    )
 
 
 def is_parametrized(module: nn.Module) -> bool:
@@ -161,6 +162,10 @@ def type_name(module: nn.Module) -> str:
     kind = type(module)
     if is_parametrized(module) and kind.__module__ == parametrize.__name__:
         kind = kind.__bases__[0]
-    if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ == "FSDPModule" and kind.__bases__[0].__module__.startswith("torch.distributed"):
+    if (
+        len(kind.__bases__) == 2
+        and kind.__bases__[0].__name__ == "FSDPModule"
+        and kind.__bases__[0].__module__.startswith("torch.distributed")
+    ):
         kind = kind.__bases__[1]
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -114,7 +114,22 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "files", "wrappers", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks", "uncalled"),
+    *(
+        "errors",
+        "format",
+        "files",
+        "wrappers",
+        "selection",
+        "schedule",
+        "layout",
+        "device",
+        "staging",
+        "nested",
+        "sink",
+        "watch",
+        "hooks",
+        "uncalled",
+    ),
     *("swaps", "fastpath", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("samples", "captures", "run", "verification", "bench", "cli", "demo"),
