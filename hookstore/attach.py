@@ -87,8 +87,9 @@ class ModelHooks:
 
     @property
     def _listens(self) -> bool:
-        """Whether the calls of the first model have a hook: they move the automatic clock, and in models with a fast path that hooks turn off they tell
-        whether this call is of a phase that is recorded.
+        """Whether the calls of the first model have a hook.
+
+        They move the automatic clock, and where hooks turn off a fast path they tell whether this call is of a phase that is recorded.
         """
         clock = self._sink.clock
         return clock.is_automatic or (clock.may_record and self._around.disturbs)

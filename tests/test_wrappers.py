@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import hookstore
 from hookstore.selection import select_layers
-from hookstore.wrappers import name_modules, type_name, unwrap
+from hookstore.wrappers import type_name, unwrap
 
 BOTH = ("activation", "gradient")
 
@@ -55,9 +55,9 @@ class Net(nn.Module):
 
 
 WRAPPERS = {
-    "DataParallel": lambda model: nn.DataParallel(model),
-    "AveragedModel": lambda model: AveragedModel(model),
-    "checkpoint": lambda model: checkpoint_wrapper(model),
+    "DataParallel": nn.DataParallel,
+    "AveragedModel": AveragedModel,
+    "checkpoint": checkpoint_wrapper,
     "checkpoint_reentrant": lambda model: checkpoint_wrapper(model, checkpoint_impl=CheckpointImpl.REENTRANT),
     "twice": lambda model: nn.DataParallel(checkpoint_wrapper(model)),
     "compiled": lambda model: torch.compile(model, backend="eager"),
