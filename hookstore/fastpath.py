@@ -42,7 +42,7 @@ class FastPathHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Warn if this call would have taken the fast path."""
-        if self.has_warned or is_traced() or not _would_be_taken(module, args) or not _has_hooks(module):
+        if torch.compiler.is_compiling() or self.has_warned or is_traced() or not _would_be_taken(module, args) or not _has_hooks(module):
             return
         self.has_warned = True
         here = self._clock.here()

@@ -15,6 +15,7 @@ from hookstore.sink import Sink
 from hookstore.wrappers import has_forward, type_name
 
 _graph_task = torch._C._current_graph_task_id
+_is_compiling = torch.compiler.is_compiling
 _OF_A_CALL = ("activation", "gradient", "input", "input_gradient", "parameter")
 
 
@@ -147,7 +148,7 @@ class EnterHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """Note it, unless the model is computed again, which activation checkpointing may break off."""
-        if _graph_task() == -1 and not is_traced():
+        if not _is_compiling() and _graph_task() == -1 and not is_traced():
             self._uncalled.enter()
 
 
@@ -161,5 +162,5 @@ class LeaveHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """Note it, unless the model is computed again, which activation checkpointing may break off."""
-        if _graph_task() == -1 and not is_traced():
+        if not _is_compiling() and _graph_task() == -1 and not is_traced():
             self._uncalled.leave()
