@@ -518,7 +518,10 @@ def test_layer_that_is_never_called_is_warned_about(path):
 
 def test_selection_of_nothing_that_is_called_is_warned_about(path):
     model = nn.MultiheadAttention(4, 2)
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'out_proj' .MultiheadAttention"), recording(model, path, layers="out_proj"):
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'out_proj' .MultiheadAttention"),
+        recording(model, path, layers="out_proj"),
+    ):
         model(torch.ones(1, 3, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4))
 
 

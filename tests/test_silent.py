@@ -145,7 +145,10 @@ def test_a_layer_that_was_taken_out(path):
 
 def test_evaluation_has_a_report_of_its_own_phase(path):
     model = Parts()
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls in eval epoch 0, batch 0: 'c'"), recording(model, path, phases=("train", "eval")):
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="0 calls in eval epoch 0, batch 0: 'c'"),
+        recording(model, path, phases=("train", "eval")),
+    ):
         for _ in range(2):
             model.train()
             model(X)
@@ -157,7 +160,10 @@ def test_evaluation_has_a_report_of_its_own_phase(path):
 
 def test_nothing_at_all_is_called(path):
     model = Direct("ab")
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'a'"), recording(model, path, layers="a") as recorder:
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'a'"),
+        recording(model, path, layers="a") as recorder,
+    ):
         for _ in recorder.batches(range(3), epoch=0):
             model(X)
     with hookstore.open(path) as run:
