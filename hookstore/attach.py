@@ -76,7 +76,8 @@ class ModelHooks:
         if self._is_removed:
             return
         clock = self._sink.clock
-        self._follow_swaps()
+        if self._names.is_stale:
+            self._follow_swaps()
         is_listening = self._listens
         self._install(wanted=clock.may_record and not (clock.is_automatic and self._is_encoder_layer))
         if is_listening and self._tick_handle is None:
@@ -116,7 +117,8 @@ class ModelHooks:
         """Go on to the next batch: the first model is being called."""
         clock = self._sink.clock
         clock.tick()
-        self._follow_swaps()
+        if self._names.is_stale:
+            self._follow_swaps()
         self._install(wanted=clock.here() is not None)
 
     def tick_in_call(self) -> None:
@@ -158,8 +160,6 @@ class ModelHooks:
 
     def _follow_swaps(self) -> None:
         """Go on with the modules that have taken the place of others since the last batch."""
-        if not self._names.is_stale:
-            return
         self._names.is_stale = False
         now = self._names.now()
         swapped = [told for layer in self._layers if (told := self._follow(layer, now))]

@@ -165,12 +165,11 @@ def reference():
             last = model[2](torch.relu(first))
             loss = (last * (rank + 1)).sum()
             gradients = torch.autograd.grad(loss, [first, last, *model.parameters()])
-            for total, gradient in zip(totals, gradients[2:], strict=True):
-                total += gradient / 2
+            totals = [total + gradient / 2 for total, gradient in zip(totals, gradients[2:], strict=True)]
             ranks.append({"0": (first.detach(), gradients[0], weights[0]), "2": (last.detach(), gradients[1], weights[1])})
         with torch.no_grad():
             for parameter, total in zip(model.parameters(), totals, strict=True):
-                parameter -= 0.01 * total
+                parameter.sub_(0.01 * total)
         batches.append((ranks, copy.deepcopy(totals)))
     return batches
 

@@ -204,15 +204,16 @@ def test_the_model_is_freed_while_it_is_recorded(path, clock):
 def test_models_of_a_mapping_are_freed_and_swapped_modules_are(path):
     models = {"g": nn.Sequential(nn.Linear(2, 2)), "d": nn.Sequential(nn.Linear(2, 2))}
     with pytest.warns(hookstore.CaptureWarning, match="another module now"), recording(models, path):
-        for name in models:
-            models[name](torch.ones(1, 2))
+        for model in models.values():
+            model(torch.ones(1, 2))
         old = weakref.ref(models["g"][0])
         models["g"][0] = nn.Linear(2, 2)
         assert old() is None
-        for name in models:
-            models[name](torch.ones(1, 2))
+        for model in models.values():
+            model(torch.ones(1, 2))
         gone = [weakref.ref(module) for module in models.values()]
         models.clear()
+        del model
         gc.collect()
         assert [reference() for reference in gone] == [None, None]
 

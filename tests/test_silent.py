@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -83,7 +84,7 @@ class Abstract(Parts):
 @pytest.mark.parametrize("clock", ["batches", "at", "automatic"])
 def test_a_layer_that_is_never_called_is_told_once_with_the_cause(path, make, cause, clock):
     model = make()
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'a' .*" + cause) as caught:
+    with pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'a' .*" + cause) as caught:  # noqa: SIM117
         with recording(model, path, kinds=("activation", "gradient")) as recorder:
             for batch in recorder.batches(range(4), epoch=0) if clock == "batches" else range(4):
                 if clock == "at":
@@ -114,7 +115,7 @@ def test_out_proj_of_attention(path, layers):
 
 def test_a_branch_that_is_not_taken_is_told_once_where_that_happens(path):
     model = Parts()
-    with pytest.warns(hookstore.CaptureWarning, match="batch 2: 'c' .the batch took a branch that does not call it") as caught:
+    with pytest.warns(hookstore.CaptureWarning, match="batch 2: 'c' .the batch took a branch that does not call it") as caught:  # noqa: SIM117
         with recording(model, path) as recorder:
             for batch in recorder.batches(range(6), epoch=3):
                 model(X, "abc" if batch in (0, 1, 4) else "ab")
@@ -168,10 +169,12 @@ def test_nothing_at_all_is_called(path):
             model(X)
     with hookstore.open(path) as run:
         assert gaps(run) == [("a", "activation", "train", 0, 0)]
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 1, batch 0: 'a', 'b'"):
-        with recording(model, path.with_name("other")) as recorder:
-            for _ in recorder.batches(range(3), epoch=1):
-                pass
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 1, batch 0: 'a', 'b'"),
+        recording(model, path.with_name("other")) as recorder,
+    ):
+        for _ in recorder.batches(range(3), epoch=1):
+            pass
     with hookstore.open(path.with_name("other")) as run:
         assert run.manifest.num_rows == 2
 
@@ -236,10 +239,8 @@ class TestNothingToTell:
         model.c = nn.Linear(3, 3)  # cannot take what b gives
         with recording(model, path, every=2) as recorder:
             for _ in range(4):
-                try:
+                with contextlib.suppress(RuntimeError):
                     model(X)
-                except RuntimeError:
-                    pass
             assert recorder.progress.num_captured
         with hookstore.open(path) as run:
             assert gaps(run) == []
