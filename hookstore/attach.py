@@ -1,4 +1,4 @@
-"""When the hooks of a recording are on its model, and what else follows the training: the automatic clock, and the count of optimizer steps."""
+"""When the hooks of a recording are on its model, and what else follows the training: the automatic clock, and the optimizers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from hookstore.around import AroundLayers
 from hookstore.errors import CaptureWarning
-from hookstore.fastpath import FastPathHook, disturbed_layers
 from hookstore.hooks import InertCopy, LayerHooks, is_traced
-from hookstore.schedule import Clock
+from hookstore.optimizers import OptimizerHooks
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.swaps import ModuleNames
-from hookstore.uncalled import EnterHook, LeaveHook, UncalledLayers, likely_cause
-from hookstore.wrappers import name_modules, unwrap
+from hookstore.uncalled import UncalledLayers, likely_cause
+from hookstore.wrappers import unwrap
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -37,7 +36,7 @@ class _TickHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         if _graph_task() == -1 and not is_traced():
-            self._hooks.tick_in_call()
+            self._hooks.tick()
 
 
 class ModelHooks:
@@ -56,25 +55,26 @@ class ModelHooks:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
-        layers, kinds = list(layers), list(kinds)
+        selected, kinds = list(layers), list(kinds)
+        of_calls = [kind for kind in kinds if kind != "parameter_gradient"]
         self._first_name, first = next(iter(models.items()))
         self._model = weakref.ref(unwrap(first))
         self._sink = sink
-        self._layers = [LayerHooks(layer, kinds, sink) for layer in layers]
+        self._layers = [LayerHooks(layer, of_calls, sink) for layer in selected] if of_calls else []
         self._names = ModuleNames(models)
-        self.uncalled = UncalledLayers([layer.name for layer in layers], kinds, sink, self._likely_causes)
-        hooked = {id(layer.module) for layer in layers}
-        self._around = _AroundLayers(models, hooked, self.uncalled, sink.clock)
+        self.uncalled = UncalledLayers([layer.name for layer in self._layers], kinds, sink, self._likely_causes)
+        self._around = AroundLayers(models, selected, self.uncalled, sink)
         self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether calls of the first model have a hook
         self._tick_hook = _TickHook(self)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
-        self._step_handle = _count_steps(models.values(), sink.clock)
+        self._optimizers = OptimizerHooks(models, selected if "parameter_gradient" in kinds else (), sink, sink.scaler)
 
     def update(self) -> None:
         """Register and remove hooks as the clock's position asks."""
         if self._is_removed:
             return
+        self._optimizers.turn()
         clock = self._sink.clock
         if self._names.is_stale:
             self._follow_swaps()
@@ -117,16 +117,10 @@ class ModelHooks:
         """Go on to the next batch: the first model is being called."""
         clock = self._sink.clock
         clock.tick()
+        self._optimizers.turn()
         if self._names.is_stale:
             self._follow_swaps()
         self._install(wanted=clock.here() is not None)
-
-    def tick_in_call(self) -> None:
-        """Go on to the next batch from a hook of the call that begins it."""
-        was_around = self._around.is_installed
-        self.tick()
-        if self._around.is_installed and not was_around:  # torch has listed the hooks before
-            self.uncalled.enter()
 
     def _install(self, *, wanted: bool) -> None:
         state = (wanted, self._listens)
@@ -138,10 +132,6 @@ class ModelHooks:
             self._install_each(wanted=wanted)
 
     def _install_each(self, *, wanted: bool) -> None:
-        if wanted:
-            self._around.install()
-        else:
-            self._around.remove()
         for layer in self._layers:
             if wanted or (
                 layer.name == self._first_name and self._sink.clock.is_automatic
@@ -150,6 +140,10 @@ class ModelHooks:
             elif layer.is_installed:
                 layer.remove()
                 layer.forget()
+        if wanted:
+            self._around.install()
+        else:
+            self._around.remove()
 
     def _likely_causes(self, layers: Iterable[str]) -> dict[str, str]:
         now = self._names.now()
@@ -162,6 +156,7 @@ class ModelHooks:
         """Go on with the modules that have taken the place of others since the last batch."""
         self._names.is_stale = False
         now = self._names.now()
+        self._optimizers.follow(now)
         swapped = [told for layer in self._layers if (told := self._follow(layer, now))]
         if swapped:
             shown = "; ".join(swapped[:5]) + (f"; and {len(swapped) - 5} more" if len(swapped) > 5 else "")
@@ -191,8 +186,15 @@ class ModelHooks:
         """Names of the layers of which no call was recorded."""
         return [layer.name for layer in self._layers if not layer.was_called]
 
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether gradients of parameters are wanted, and no optimizer has shown any."""
+        return self._optimizers.has_layers and not self._optimizers.has_captured
+
     def remove(self) -> None:
         """Remove every hook, for good."""
+        with contextlib.suppress(BaseException):  # where the writer has failed, there is no manifest to say it in
+            self._optimizers.turn()
         self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
         self._around.remove()
@@ -203,67 +205,4 @@ class ModelHooks:
             self._tick_handle.remove()
             self._tick_handle = None
         self._names.remove()
-        self._step_handle.remove()
-
-
-class _AroundLayers:
-    """Hooks of batches that are recorded, on what is around the layers: they capture nothing, but tell what became of a call.
-
-    Parameters
-    ----------
-    models : mapping
-        The models by name.
-    hooked : set of int
-        Identities of the modules that are recorded.
-    uncalled : UncalledLayers
-        Is told when a call of a model begins and returns.
-    clock : Clock
-        Where training stands.
-    """
-
-    def __init__(self, models: Mapping[str, nn.Module], hooked: set[int], uncalled: UncalledLayers, clock: Clock) -> None:
-        roots = {id(root): root for root in map(unwrap, models.values())}
-        self._roots = [weakref.ref(root) for root in roots.values() if any(id(module) in hooked for module in root.modules())]
-        disturbed = disturbed_layers(name_modules(models), hooked)
-        self._disturbed = [weakref.ref(found.module) for found in disturbed]
-        self._enter, self._leave = EnterHook(uncalled), LeaveHook(uncalled)
-        self._fast_path = FastPathHook([found.names[0] for found in disturbed], clock)
-        self._handles: list[RemovableHandle] = []
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the hooks are there."""
-        return bool(self._handles)
-
-    @property
-    def disturbs(self) -> bool:
-        """Whether hooks on the layers turn off a fast path."""
-        return bool(self._disturbed)
-
-    def install(self) -> None:
-        """Register the hooks; does nothing if they are."""
-        if self._handles:
-            return
-        for root in (root for reference in self._roots if (root := reference()) is not None):
-            self._handles += [root.register_forward_pre_hook(self._enter), root.register_forward_hook(self._leave)]
-        if not self._fast_path.has_warned:
-            for layer in (layer for reference in self._disturbed if (layer := reference()) is not None):
-                self._handles.append(layer.register_forward_pre_hook(self._fast_path))
-
-    def remove(self) -> None:
-        """Remove the hooks; does nothing if they are not there."""
-        while self._handles:
-            self._handles.pop().remove()
-
-
-def _count_steps(models: Iterable[nn.Module], clock: Clock) -> RemovableHandle:
-    """Count the steps of optimizers that hold a parameter of the models."""
-    parameters = {id(parameter) for model in models for parameter in model.parameters()}
-    concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-
-    def count(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if optimizer not in concerned:
-            concerned[optimizer] = any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
-        clock.step += concerned[optimizer]
-
-    return register_optimizer_step_post_hook(count)
+        self._optimizers.remove()

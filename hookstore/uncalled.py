@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
-from hookstore.hooks import InertCopy, LayerHooks, is_traced
+from hookstore.hooks import LayerHooks
 from hookstore.schedule import Coordinates
 from hookstore.sink import Sink
 from hookstore.wrappers import has_forward, type_name
 
-_graph_task = torch._C._current_graph_task_id
-_is_compiling = torch.compiler.is_compiling
 _OF_A_CALL = ("activation", "gradient", "input", "input_gradient", "parameter")
 
 
@@ -54,19 +50,11 @@ class UncalledLayers:
         self._sink = sink
         self._likely_causes = likely_causes
         self._ended: dict[str, _Ended] = {}  # by phase
-        self._depths: dict[Coordinates, int] = {}  # calls of the models that have begun there and not returned
+        self._have_raised: dict[Coordinates, bool] = {}  # whether a call of a model raised there; of batches that have called one
 
-    def enter(self) -> None:
-        """Note that the call of a model begins."""
-        here = self._sink.clock.here()
-        if here is not None:
-            self._depths[here] = self._depths.get(here, 0) + 1
-
-    def leave(self) -> None:
-        """Note that the call of a model returns."""
-        here = self._sink.clock.here()
-        if here is not None:
-            self._depths[here] = self._depths.get(here, 0) - 1
+    def note_call(self, here: Coordinates, *, raised: bool) -> None:
+        """Note that a call of a model has ended."""
+        self._have_raised[here] = self._have_raised.get(here, False) or raised
 
     def watch_again(self, layer: str) -> None:
         """Tell once more when a layer is not called, since it is no longer the module that it was."""
@@ -74,15 +62,15 @@ class UncalledLayers:
 
     def end(self, here: Coordinates) -> None:
         """Take note that a batch ends, or is left for a while."""
-        depth = self._depths.pop(here, None)
-        if depth is None and not here.calls:
+        has_raised = self._have_raised.pop(here, None)
+        if has_raised is None and not here.calls:
             return  # nothing was called at all
         before = self._ended.get(here.phase)
         is_same = before is not None and (before.coordinates.epoch, before.coordinates.batch) == (here.epoch, here.batch)
         if before is not None and not is_same:
             del self._ended[here.phase]
             self._tell(before)
-        if (depth or 0) > 0 or here.calls.keys() >= self._untold.keys():
+        if has_raised or here.calls.keys() >= self._untold.keys():
             self._ended.pop(here.phase, None)
             return
         missing = [layer for layer in self._untold if layer not in here.calls]
@@ -136,31 +124,3 @@ def likely_cause(layer: LayerHooks, now: Mapping[str, nn.Module]) -> str:
     if layer.was_called:
         return "the batch took a branch that does not call it"
     return "its forward was called directly, a functional operation used its weights, or the batch took a branch that does not call it"
-
-
-class EnterHook(InertCopy):
-    """Notes that a call of a model begins."""
-
-    __slots__ = ("_uncalled",)
-
-    def __init__(self, uncalled: UncalledLayers) -> None:
-        self._uncalled = uncalled
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        """Note it, unless the model is computed again, which activation checkpointing may break off."""
-        if not _is_compiling() and _graph_task() == -1 and not is_traced():
-            self._uncalled.enter()
-
-
-class LeaveHook(InertCopy):
-    """Notes that a call of a model has returned."""
-
-    __slots__ = ("_uncalled",)
-
-    def __init__(self, uncalled: UncalledLayers) -> None:
-        self._uncalled = uncalled
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        """Note it, unless the model is computed again, which activation checkpointing may break off."""
-        if not _is_compiling() and _graph_task() == -1 and not is_traced():
-            self._uncalled.leave()

@@ -85,7 +85,7 @@ def test_signatures_are_pinned():
             "read",
             "refresh",
         },
-        hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
+        hookstore.LayerRun: {"activation", "gradient", "input", "input_gradient", "kinds", "parameter", "parameter_gradient"},
         hookstore.Captures: {"get", "leaves", "raw", "row", "rows", "samples", "tensor"},
         hookstore.Samples: {"where"},
     }
@@ -114,23 +114,8 @@ def test_version_is_one():
 
 
 FLOW = (
-    *(
-        "errors",
-        "format",
-        "files",
-        "wrappers",
-        "selection",
-        "schedule",
-        "layout",
-        "device",
-        "staging",
-        "nested",
-        "sink",
-        "watch",
-        "hooks",
-        "uncalled",
-    ),
-    *("swaps", "fastpath", "attach"),
+    *("errors", "format", "files", "wrappers", "selection", "schedule", "layout", "device", "staging", "nested", "sink"),
+    *("watch", "shares", "recomputation", "optimizers", "hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("samples", "captures", "run", "verification", "bench", "cli", "demo"),
 )
