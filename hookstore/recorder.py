@@ -435,9 +435,13 @@ class Recorder:
             self._sink.mark_partial(f"{type(error).__name__} ended the recording in this batch; captures of it may be missing")
         try:
             self._tell_uncalled_layers(is_cut_short=error is not None and error is not self._handled)
-        finally:
-            was_active = self._sink.is_active
-            self._hooks.remove()
+        finally:  # where warnings are errors too
+            self._end()
+
+    def _end(self) -> None:
+        """Remove the hooks and finish the run."""
+        was_active = self._sink.is_active
+        self._hooks.remove()
         _ACTIVE.discard(self)
         try:
             self._writer.stop()

@@ -17,7 +17,7 @@ from torch import nn
 
 import hookstore
 
-KINDS = ("activation", "gradient", "input", "parameter")
+KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo")
 
@@ -84,6 +84,7 @@ def test_each_rank_records_its_own_values_under_ddp(under_ddp, rank):
         assert run["0"].activation[0, 0].tolist() == [[10.0 * (rank + 1)]]
         assert run["0"].input[0, 0].tolist() == [[10.0 * (rank + 1)]]
         assert run["0"].gradient[0, 0].tolist() == [[2.0]]
+        assert run["0"].parameter_gradient[0, 0].tolist() == [[30.0]], "what both ranks have stepped with"
         # The mean of 20 and 40 is what both have stepped with: 1 - 0.1 * 30.
         assert [run["0"].parameter[0, batch].item() for batch in range(2)] == [1.0, -2.0]
         assert run["0"].activation[0, 1].tolist() == [[-20.0 * (rank + 1)]]
@@ -181,12 +182,15 @@ def test_each_rank_records_its_own_values_under_fsdp(under_fsdp, reference, orde
         assert run.layers == ["0", "1", "2"]
         assert [layer["module"] for layer in run.description["layers"]][::2] == ["torch.nn.modules.linear.Linear"] * 2
         assert run.info().statuses == {"ok": len(run.manifest)}
-        for batch, (ranks, _) in enumerate(reference):
+        for batch, (ranks, totals) in enumerate(reference):
             for layer, (activation, gradient, weight) in ranks[rank].items():
                 np.testing.assert_allclose(run[layer].activation[0, batch], activation, rtol=1e-6)
                 np.testing.assert_allclose(run[layer].gradient[0, batch], gradient, rtol=1e-6)
                 # The whole weight, as the forward used it, on every rank.
                 np.testing.assert_allclose(run[layer].parameter[0, batch], weight, rtol=1e-6)
+            for layer, total in zip(("0", "2"), totals, strict=True):
+                # Its own row of the mean of both ranks' gradients.
+                np.testing.assert_allclose(run[layer].parameter_gradient[0, batch], total[rank : rank + 1], rtol=1e-6)
 
 
 # One directory -------------------------------------------------------------------------------------------------------

@@ -179,6 +179,18 @@ def test_nothing_at_all_is_called(path):
         assert run.manifest.num_rows == 2
 
 
+def test_warnings_that_are_errors_leave_a_finished_run(path):
+    model = Direct("ab")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(hookstore.CaptureWarning, match="0 calls"), recording(model, path):
+            model(X)
+    assert not any(module._forward_hooks for module in model.modules())
+    with hookstore.open(path) as run:
+        assert run.info().state == "finished"
+        assert gaps(run) == [("a", "activation", "train", 0, 0)]
+
+
 # No false reports ----------------------------------------------------------------------------------------------------
 
 
