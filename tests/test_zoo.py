@@ -1,0 +1,116 @@
+"""Every layer of every model of the zoo, in training and evaluation: what is read back is, bit for bit, what a reference without hooks saw."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import zoo
+
+import hookstore
+
+KINDS = ("activation", "gradient", "input", "parameter")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "no_syncs"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
+
+
+@pytest.fixture(name="one_thread")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(name="no_syncs")
+def _no_syncs(monkeypatch):
+    """These runs have thousands of arrays and are about values: waiting for the disk would take longer than all the rest."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+def record_plan(name, path, layers, kinds):
+    """Train a model of the zoo by the plan while it is recorded; return its losses and the warnings."""
+    model = zoo.fresh(name)
+    optimizer = zoo.optimizer_of(model)
+    losses = []
+
+    def backward(loss):
+        losses.append(loss.detach().clone())
+        if loss.requires_grad:
+            loss.backward()
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        hookstore.record(
+            model, path, layers=lambda layer, _module: layer in layers, kinds=kinds, phases=("train", "eval"), epochs=range(1), batches=range(2), buffer_bytes=64 << 20
+        ) as recorder,
+    ):
+        warnings.simplefilter("always", hookstore.CaptureWarning)
+        for phase, batch in zoo.PLAN:
+            with recorder.at(epoch=0, batch=batch):
+                zoo.take_step(name, model, phase, batch, backward)
+                if phase == "train":
+                    optimizer.step()
+    return losses, caught
+
+
+def compare(name, path, kinds):
+    """Record a model of the zoo and hold everything that is read back against the reference."""
+    truth = zoo.truth(name, kinds)
+    losses, caught = record_plan(name, path, truth.layers, kinds)
+    assert [zoo.bits(loss) for loss in losses] == [zoo.bits(loss) for loss in truth.losses]
+    with hookstore.open(path) as run:
+        rows = run.manifest.to_pylist()
+        place = ("kind", "phase", "batch", "layer", "call", "leaf")
+        found = [tuple(row[column] for column in place) for row in rows if row["status"] == "ok"]
+        gaps = {(row["kind"], row["layer"], row["leaf"], row["reason"]) for row in rows if row["status"] != "ok"}
+        assert len(found) == len(set(found)), "something was captured twice"
+        of_edited_views = {(kind, layer) for kind, layer, _, reason in gaps if "edited in place" in reason}
+        assert of_edited_views <= {(kind, layer) for layer in truth.edited for kind in ("gradient", "input_gradient")}
+        missing = {key for key in truth.values if (key[0], key[3]) not in of_edited_views} - set(found)
+        assert not missing, f"{len(missing)} were not captured, such as {sorted(missing)[:5]}"
+        extra = set(found) - set(truth.values)
+        assert not extra, f"{len(extra)} have no counterpart, such as {sorted(extra)[:5]}"
+        wrong = [
+            key for key in found for kind, phase, batch, layer, call, leaf in [key]
+            if zoo.bits(run[layer][kind].tensor(0, batch, call, phase=phase, leaf=leaf)) != zoo.bits(truth.values[key])
+        ]  # fmt: skip
+        assert not wrong, f"{len(wrong)} differ, such as {wrong[:5]}"
+        check_gaps(gaps, truth, caught)
+    return truth
+
+
+def check_gaps(gaps, truth, caught):
+    """What was not captured is no tensor or an edited view, and each was warned about once."""
+    known = {(kind, layer) for kind, layer, *_ in truth.others} | {(kind, layer) for layer in truth.edited for kind in ("gradient", "input_gradient")}
+    unknown = {gap for gap in gaps if gap[:2] not in known}
+    assert not unknown
+    assert len(caught) == len({gap[:2] for gap in gaps}), [str(one.message) for one in caught]
+
+
+@zoo.over_the_zoo
+def test_every_layer_is_what_a_reference_without_hooks_saw(tmp_path, name):
+    truth = compare(name, tmp_path / "run", KINDS)
+    assert len(truth.layers) >= 5
+    assert {key[0] for key in truth.values} == set(KINDS)
+
+
+def test_the_zoo_has_what_it_is_for():
+    """Layers called several times, layers without a gradient, edited views, values of several leaves and other objects are all among the models."""
+    names = ("cells", "odd_layers", "decoder", "faster_rcnn", "googlenet", "language_model")
+    truths = {name: zoo.truth(name, ("activation", "gradient")) for name in names}
+    values = {(name, *key) for name, truth in truths.items() for key in truth.values}
+    assert ("cells", "activation", "train", 1, "gru", 3, "") in values
+    assert ("cells", "activation", "train", 1, "gru", 4, "") not in values
+    assert ("odd_layers", "activation", "train", 0, "top", 0, "indices") in values
+    assert ("odd_layers", "gradient", "train", 0, "top", 0, "indices") not in values
+    assert ("decoder", "activation", "eval", 0, "blocks.1", 2, "1.key") in values
+    assert ("language_model", "activation", "train", 0, "rnn", 0, "0.batch_sizes") in values
+    assert ("googlenet", "activation", "eval", 0, "aux1", 0, "") not in values
+    assert truths["odd_layers"].edited
+    assert "ImageList" in {other[3] for other in truths["faster_rcnn"].others}
