@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
@@ -17,20 +16,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread", "no_syncs"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]
-
-
-@pytest.fixture(name="one_thread")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(name="no_syncs")
-def _no_syncs(monkeypatch):
-    """These runs have thousands of arrays and are about values: waiting for the disk would take longer than all the rest."""
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 
 def record_plan(name, path, layers, kinds):
