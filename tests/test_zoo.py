@@ -32,7 +32,14 @@ def record_plan(name, path, layers, kinds):
     with (
         warnings.catch_warnings(record=True) as caught,
         hookstore.record(
-            model, path, layers=lambda layer, _module: layer in layers, kinds=kinds, phases=("train", "eval"), epochs=range(1), batches=range(2), buffer_bytes=64 << 20
+            model,
+            path,
+            layers=lambda layer, _module: layer in layers,
+            kinds=kinds,
+            phases=("train", "eval"),
+            epochs=range(1),
+            batches=range(2),
+            buffer_bytes=64 << 20,
         ) as recorder,
     ):
         warnings.simplefilter("always", hookstore.CaptureWarning)
@@ -72,7 +79,9 @@ def compare(name, path, kinds):
 
 def check_gaps(gaps, truth, caught):
     """What was not captured is no tensor or an edited view, and each was warned about once."""
-    known = {(kind, layer) for kind, layer, *_ in truth.others} | {(kind, layer) for layer in truth.edited for kind in ("gradient", "input_gradient")}
+    known = {(kind, layer) for kind, layer, *_ in truth.others} | {
+        (kind, layer) for layer in truth.edited for kind in ("gradient", "input_gradient")
+    }
     unknown = {gap for gap in gaps if gap[:2] not in known}
     assert not unknown
     assert len(caught) == len({gap[:2] for gap in gaps}), [str(one.message) for one in caught]

@@ -32,7 +32,16 @@ def looks(value, arguments):
         if isinstance(item, torch.Tensor):
             base = None if item._base is None else [other_path for other_path, other in zoo.flatten(arguments) if other is item._base]
             described.append(
-                (item.shape, item.stride(), item.storage_offset(), item._version, item.requires_grad, item.is_leaf, type(item.grad_fn).__name__, base)
+                (
+                    item.shape,
+                    item.stride(),
+                    item.storage_offset(),
+                    item._version,
+                    item.requires_grad,
+                    item.is_leaf,
+                    type(item.grad_fn).__name__,
+                    base,
+                )
             )
     return type(value).__name__, described
 

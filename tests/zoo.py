@@ -443,7 +443,13 @@ def transformers():
 def bert():
     library = transformers()
     config = library.BertConfig(
-        vocab_size=30, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, max_position_embeddings=16, num_labels=4
+        vocab_size=30,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+        num_labels=4,
     )
     return library.BertForSequenceClassification(config)
 
