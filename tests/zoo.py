@@ -20,14 +20,14 @@ import torch
 import torchvision
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 # Values and their leaves ------------------------------------------------------------------------------------------------
 
 
 def flatten(value, path=()):
-    """Yield (path, tensor or other object) for what a value holds; nothing for None. Keys of the zoo hold no dots, but one that looks like a position is marked."""
+    """Yield (path, tensor or other object) for what a value holds; nothing for None. A key that looks like a position is marked; none holds a dot."""
     if value is None:
         return
     if isinstance(value, torch.Tensor):
