@@ -9,6 +9,7 @@ import pytest
 import test_zoo
 import torch
 import zoo
+from torch import nn
 
 import hookstore
 
@@ -46,7 +47,7 @@ def test_what_is_read_has_the_form_that_the_module_returned(tmp_path, name):
     model, twin = zoo.fresh(name), zoo.fresh(name)
     returned = {}
     for layer, module in twin.named_modules():
-        if layer in returned or not hasattr(module, "forward"):
+        if type(module).forward is nn.Module.forward:  # a container
             continue
 
         def forward(*args, original=module.forward, layer=layer, **kwargs):

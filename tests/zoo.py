@@ -124,7 +124,7 @@ class Reference:
         self.edited: set[str] = set()
         self.others: set[tuple[str, str, str, str]] = set()
         for name, module in model.named_modules():
-            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            if type(module).forward is not nn.Module.forward:  # a container has none of its own
                 module.forward = self._wrap(name, module, module.forward)
 
     def begin(self):
