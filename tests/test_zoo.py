@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 import zoo
 
 import hookstore
@@ -68,12 +69,21 @@ def compare(name, path, kinds):
         extra = set(found) - set(truth.values)
         assert not extra, f"{len(extra)} have no counterpart, such as {sorted(extra)[:5]}"
         wrong = [
-            key for key in found for kind, phase, batch, layer, call, leaf in [key]
-            if zoo.bits(run[layer][kind].tensor(0, batch, call, phase=phase, leaf=leaf)) != zoo.bits(truth.values[key])
-        ]  # fmt: skip
+            key
+            for key in found
+            for kind, phase, batch, layer, call, leaf in [key]
+            if not is_right(run[layer][kind].tensor(0, batch, call, phase=phase, leaf=leaf), truth, key)
+        ]
         assert not wrong, f"{len(wrong)} differ, such as {wrong[:5]}"
         check_gaps(gaps, truth, caught)
     return truth
+
+
+def is_right(stored, truth, key):
+    value = truth.values[key]
+    if key[0] == "input_gradient" and not truth.has_exact_shares:
+        return stored.dtype == value.dtype and torch.allclose(stored, value, rtol=1e-3, atol=1e-5 * float(value.abs().max()))
+    return zoo.bits(stored) == zoo.bits(value)
 
 
 def check_gaps(gaps, truth, caught):

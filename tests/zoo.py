@@ -87,7 +87,7 @@ class Seen:
 
 
 class Probe(torch.autograd.Function):
-    """An identity behind a value that is edited in place later: its own gradient edge stays in the graph."""
+    """An identity with a gradient edge of its own, which stays in the graph when the value is edited in place, and which one module's share goes through."""
 
     @staticmethod
     def forward(context, value):
@@ -107,6 +107,8 @@ class Reference:
         Its modules are wrapped for good.
     probed : set of str
         Layers whose output is returned as a copy with an edge of its own: views that are edited in place later, which takes their edge out of the graph.
+    shared : set of str
+        Layers that are given their inputs in this way, so that what they add to the gradient of each can be told from what others do.
 
     Attributes
     ----------
@@ -114,12 +116,15 @@ class Reference:
         The calls of each layer since `begin`.
     edited : set of str
         Layers that returned a view which was edited in place before its gradient was asked for.
+    editing : set of str
+        Layers that edit an input in place.
     others : set of (kind, layer, leaf, type name)
         What is no tensor.
     """
 
-    def __init__(self, model, probed=frozenset()):
-        self.probed = probed
+    def __init__(self, model, probed=frozenset(), shared=frozenset()):
+        self.probed, self.shared = probed, shared
+        self.editing: set[str] = set()
         self.calls: dict[str, list[Seen]] = {}
         self.edited: set[str] = set()
         self.others: set[tuple[str, str, str, str]] = set()
@@ -135,8 +140,14 @@ class Reference:
         def wrapped(*args, **kwargs):
             if sys._getframe(1).f_code.co_name != "_call_impl":
                 return forward(*args, **kwargs)  # called directly, which no hook would see
+            if name in self.shared:
+                probes: dict[int, torch.Tensor] = {}
+                args, kwargs = with_probes(args, probes), with_probes(kwargs, probes)
             seen = self._entered(name, module, args, kwargs)
+            versions = [(value, value._version) for _, value in flatten((args, kwargs)) if isinstance(value, torch.Tensor)]
             output = forward(*args, **kwargs)
+            if any(value._version != version for value, version in versions):
+                self.editing.add(name)
             if name in self.probed:
                 output = Probe.apply(output)
             self._left(name, seen, output)
@@ -174,17 +185,27 @@ class Reference:
             if gradient is not None:
                 assert leaf not in seen.gradients, "two losses of the zoo reach one output"
                 seen.gradients[leaf] = gradient.detach().clone()
-        for _, seen in calls:
-            reached = [leaf for leaf in seen.edges if leaf in seen.gradients]
-            if shares and reached and seen.input_edges and not seen.shares:
-                found = torch.autograd.grad(
-                    [seen.edges[leaf] for leaf in reached],
-                    list(seen.input_edges.values()),
-                    [seen.gradients[leaf] for leaf in reached],
-                    allow_unused=True,
-                    retain_graph=True,
-                )
-                seen.shares = {leaf: share.clone() for leaf, share in zip(seen.input_edges, found, strict=True) if share is not None}
+        if shares:
+            wanted = [(seen, leaf) for _, seen in calls for leaf in seen.input_edges]
+            found = torch.autograd.grad(loss, [seen.input_edges[leaf] for seen, leaf in wanted], allow_unused=True, retain_graph=True)
+            for (seen, leaf), share in zip(wanted, found, strict=True):
+                if share is not None:
+                    seen.shares[leaf] = share.detach().clone()
+
+
+def with_probes(value, probes):
+    """Rebuild a value with a probe in the place of each tensor that wants a gradient: one for a tensor that is there twice."""
+    if isinstance(value, torch.Tensor):
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if id(value) not in probes:
+            probes[id(value)] = Probe.apply(value)
+        return probes[id(value)]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, with_probes(item, probes)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(with_probes(item, probes) for item in value))
+    return type(value)(with_probes(item, probes) for item in value) if type(value) in (tuple, list) else value
 
 
 def edges_of(tensors):
@@ -198,12 +219,15 @@ PLAN = (("train", 0), ("eval", 0), ("train", 1))  # phase and batch of each step
 
 @dataclass
 class Truth:
-    """What a recording must hold: ``values[kind, phase, batch, layer, call, leaf]``."""
+    """What a recording must hold: ``values[kind, phase, batch, layer, call, leaf]``, and whether the shares among them are exact or rounded otherwise."""
 
     values: dict[tuple[str, str, int, str, int, str], torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     edited: set[str] = field(default_factory=set)
+    editing: set[str] = field(default_factory=set)
     others: set[tuple[str, str, str, str]] = field(default_factory=set)
+    layers_seen: set[str] = field(default_factory=set)
+    has_exact_shares: bool = True
 
     @property
     def layers(self):
@@ -212,21 +236,33 @@ class Truth:
 
 def truth(name, kinds):
     """Find out without hooks what the layers of a model of the zoo compute during the plan."""
-    found = _observe(name, kinds, frozenset())
+    found = _observe(name, kinds)
     if found.edited:
-        probed = _observe(name, kinds, frozenset(found.edited))
-        assert [bits(loss) for loss in probed.losses] == [bits(loss) for loss in found.losses], "the probes changed the model"
-        for key, value in probed.values.items():
-            if key in found.values:
-                assert key[0] == "input_gradient" or bits(found.values[key]) == bits(value), f"the probes changed {key}"
+        probed = _observe(name, kinds, probed=frozenset(found.edited))
+        assert _is_same(found, probed), "the probes changed the model"
         found.values = probed.values
+    if "input_gradient" in kinds:
+        # (a layer that edits its input hands on the edited one, which a copy would keep from whoever else holds it)
+        shared = frozenset(found.layers_seen - found.editing)
+        probed = _observe(name, kinds, probed=frozenset(found.edited), shared=shared)
+        found.has_exact_shares = _is_same(found, probed)
+        found.values |= {key: value for key, value in probed.values.items() if key[0] == "input_gradient"}
     return found
 
 
-def _observe(name, kinds, probed):
+def _is_same(plain, probed):
+    """Say whether a model computed the same bits with probes as without: they may change the order in which gradients are added up."""
+    return [bits(loss) for loss in probed.losses] == [bits(loss) for loss in plain.losses] and all(
+        key not in plain.values or bits(plain.values[key]) == bits(value)
+        for key, value in probed.values.items()
+        if key[0] != "input_gradient"
+    )
+
+
+def _observe(name, kinds, *, probed=frozenset(), shared=frozenset()):
     model = fresh(name)
-    reference = Reference(model, probed)
-    found = Truth(edited=reference.edited, others=reference.others)
+    reference = Reference(model, probed, shared)
+    found = Truth(edited=reference.edited, editing=reference.editing, others=reference.others)
     optimizer = optimizer_of(model)
     for phase, batch in PLAN:
         reference.begin()
@@ -238,6 +274,7 @@ def _observe(name, kinds, probed):
                 loss.backward()
 
         take_step(name, model, phase, batch, backward)
+        found.layers_seen |= reference.calls.keys()
         for layer, calls in reference.calls.items():
             for number, seen in enumerate(calls):
                 for kind, tensors in (
