@@ -118,6 +118,8 @@ class Reference:
         Layers that returned a view which was edited in place before its gradient was asked for.
     editing : set of str
         Layers that edit an input in place.
+    passed : set of (layer, leaf)
+        Inputs that are handed on as they are: their gradient is that of the tensor.
     others : set of (kind, layer, leaf, type name)
         What is no tensor.
     """
@@ -125,6 +127,7 @@ class Reference:
     def __init__(self, model, probed=frozenset(), shared=frozenset()):
         self.probed, self.shared = probed, shared
         self.editing: set[str] = set()
+        self.passed: set[tuple[str, str]] = set()
         self.calls: dict[str, list[Seen]] = {}
         self.edited: set[str] = set()
         self.others: set[tuple[str, str, str, str]] = set()
@@ -151,6 +154,8 @@ class Reference:
             if name in self.probed:
                 output = Probe.apply(output)
             self._left(name, seen, output)
+            given = arguments_of(args, kwargs)[0]
+            self.passed |= {(name, leaf) for leaf, tensor in given.items() if any(tensor is one for one in seen.returned.values())}
             return output
 
         return wrapped
@@ -225,6 +230,7 @@ class Truth:
     losses: list[torch.Tensor] = field(default_factory=list)
     edited: set[str] = field(default_factory=set)
     editing: set[str] = field(default_factory=set)
+    passed: set[tuple[str, str]] = field(default_factory=set)
     others: set[tuple[str, str, str, str]] = field(default_factory=set)
     layers_seen: set[str] = field(default_factory=set)
     has_exact_shares: bool = True
@@ -236,17 +242,20 @@ class Truth:
 
 def truth(name, kinds):
     """Find out without hooks what the layers of a model of the zoo compute during the plan."""
-    found = _observe(name, kinds)
+    found = _observe(name, {*kinds, "gradient"})
     if found.edited:
-        probed = _observe(name, kinds, probed=frozenset(found.edited))
+        probed = _observe(name, {*kinds, "gradient"}, probed=frozenset(found.edited))
         assert _is_same(found, probed), "the probes changed the model"
         found.values = probed.values
     if "input_gradient" in kinds:
         # (a layer that edits its input hands on the edited one, which a copy would keep from whoever else holds it)
         shared = frozenset(found.layers_seen - found.editing)
-        probed = _observe(name, kinds, probed=frozenset(found.edited), shared=shared)
+        probed = _observe(name, {*kinds, "gradient"}, probed=frozenset(found.edited), shared=shared)
         found.has_exact_shares = _is_same(found, probed)
-        found.values |= {key: value for key, value in probed.values.items() if key[0] == "input_gradient"}
+        whole = {key for key in found.values if key[3] in found.editing or (key[3], key[5]) in found.passed}
+        shares = {key: value for key, value in probed.values.items() if key[0] == "input_gradient" and key not in whole}
+        found.values = {key: value for key, value in found.values.items() if key[0] != "input_gradient" or key in whole} | shares
+    found.values = {key: value for key, value in found.values.items() if key[0] in kinds}
     return found
 
 
@@ -262,7 +271,7 @@ def _is_same(plain, probed):
 def _observe(name, kinds, *, probed=frozenset(), shared=frozenset()):
     model = fresh(name)
     reference = Reference(model, probed, shared)
-    found = Truth(edited=reference.edited, editing=reference.editing, others=reference.others)
+    found = Truth(edited=reference.edited, editing=reference.editing, passed=reference.passed, others=reference.others)
     optimizer = optimizer_of(model)
     for phase, batch in PLAN:
         reference.begin()
