@@ -233,6 +233,7 @@ class Truth:
     passed: set[tuple[str, str]] = field(default_factory=set)
     others: set[tuple[str, str, str, str]] = field(default_factory=set)
     layers_seen: set[str] = field(default_factory=set)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     has_exact_shares: bool = True
 
     @property
@@ -250,7 +251,7 @@ def truth(name, kinds):
     if "input_gradient" in kinds:
         # (a layer that edits its input hands on the edited one, which a copy would keep from whoever else holds it)
         shared = frozenset(found.layers_seen - found.editing)
-        probed = _observe(name, {*kinds, "gradient"}, probed=frozenset(found.edited), shared=shared)
+        probed = _observe(name, {*kinds, "gradient"}, probed=frozenset(found.edited), shared=shared, states=found.states)
         found.has_exact_shares = _is_same(found, probed)
         whole = {key for key in found.values if key[3] in found.editing or (key[3], key[5]) in found.passed}
         shares = {key: value for key, value in probed.values.items() if key[0] == "input_gradient" and key not in whole}
@@ -268,13 +269,16 @@ def _is_same(plain, probed):
     )
 
 
-def _observe(name, kinds, *, probed=frozenset(), shared=frozenset()):
+def _observe(name, kinds, *, probed=frozenset(), shared=frozenset(), states=()):
     model = fresh(name)
     reference = Reference(model, probed, shared)
     found = Truth(edited=reference.edited, editing=reference.editing, passed=reference.passed, others=reference.others)
     optimizer = optimizer_of(model)
-    for phase, batch in PLAN:
+    for number, (phase, batch) in enumerate(PLAN):
         reference.begin()
+        if states:
+            model.load_state_dict(states[number])  # so that roundings do not add up from step to step
+        found.states.append({key: value.clone() for key, value in model.state_dict().items()})
 
         def backward(loss):
             found.losses.append(loss.detach().clone())
