@@ -109,7 +109,7 @@ def test_b04_what_is_read_is_what_the_module_returned(path):
         return {"a": doubled, "b": [doubled * 10, None, "text"]}
 
     model = Call(forward, layer=linear([2.0]))
-    with pytest.warns(hookstore.CaptureWarning, match="str"), record(model, path, layers="", kinds=BOTH):
+    with record(model, path, layers="", kinds=BOTH):
         output = model(torch.ones(1, 1, requires_grad=True))
         (output["a"] + 3 * output["b"][0]).sum().backward()
     with hookstore.open(path) as run:
@@ -119,6 +119,7 @@ def test_b04_what_is_read_is_what_the_module_returned(path):
         assert value["b"][0].tolist() == [[20.0]]
         assert value["b"][1] is None
         assert "str" in repr(value["b"][2])
+        assert [(row["leaf"], row["status"]) for row in run.manifest.to_pylist() if row["leaf"] == "b.2"] == [("b.2", "skipped")]
         assert run[""].activation.leaf("b.0")[0, 0].tolist() == [[20.0]]
         gradient = run[""].gradient[0, 0]
         assert (gradient["a"].tolist(), gradient["b"][0].tolist()) == ([[31.0]], [[3.0]])
@@ -232,13 +233,7 @@ def test_b16_a_scaled_loss(path, is_unscaled):
 
 @pytest.mark.parametrize(
     ("cause", "reason"),
-    [
-        ("direct", "forward"),
-        ("container", "forward|called"),
-        ("attention", "out_proj|directly"),
-        ("replaced", "replaced"),
-        ("branch", "called"),
-    ],
+    [("direct", "forward"), ("container", "called"), ("attention", "MultiheadAttention uses its weights"), ("branch", "called")],
 )
 def test_c01_a_layer_that_is_never_called_is_told_once_with_its_likely_cause(path, cause, reason):
     """mistral-inference#246, nupic.torch PR#51, pytorch#78109: selected, executed perhaps, and not one record."""
@@ -248,7 +243,6 @@ def test_c01_a_layer_that_is_never_called_is_told_once_with_its_likely_cause(pat
         "attention": lambda: Call(
             lambda self, value: self.b(self.a(value, value, value)[0]), a=nn.MultiheadAttention(4, 2), b=nn.Identity()
         ),
-        "replaced": lambda: Call(lambda self, value: self.b(self.a(value)), a=linear([2.0]), b=nn.Identity()),
         "branch": lambda: Call(lambda self, value: self.b(value), a=linear([2.0]), b=nn.Identity()),
     }
     model = models[cause]()
@@ -256,16 +250,28 @@ def test_c01_a_layer_that_is_never_called_is_told_once_with_its_likely_cause(pat
     value = torch.ones(1, 3, 4) if cause == "attention" else torch.ones(1, 1)
     with warnings.catch_warnings(record=True) as caught, record(model, path, layers=[silent, "b"]) as recorder:
         warnings.simplefilter("always", hookstore.CaptureWarning)
-        if cause == "replaced":
-            model.a = linear([2.0])
         for _ in recorder.batches(range(3), epoch=0):
             model(value)
     assert sum(repr(silent) in str(one.message) for one in caught) == 1
     with hookstore.open(path) as run:
         assert len(run["b"].activation) == 3
-        rows = [row for row in run.manifest.to_pylist() if row["layer"] == silent and row["status"] == "skipped"]
-        assert len(rows) == 1
-        assert any(word in rows[0]["reason"] for word in reason.split("|"))
+        (row,) = [row for row in run.manifest.to_pylist() if row["layer"] == silent and row["status"] == "skipped"]
+        assert reason in row["reason"]
+
+
+def test_c01_a_layer_that_is_replaced_is_told_and_never_mixed_up(path):
+    model = Call(lambda self, value: self.b(self.a(value)), a=linear([2.0]), b=nn.Identity())
+    with pytest.warns(hookstore.CaptureWarning, match="replaced") as caught, record(model, path, layers=["a", "b"]) as recorder:
+        for batch in recorder.batches(range(4), epoch=0):
+            if batch == 1:
+                model.a = linear([5.0])
+            model(torch.ones(1, 1))
+    assert len(caught) == 1
+    with hookstore.open(path) as run:
+        assert [got(run, "b", "activation", 0, batch) for batch in range(4)] == [[[2.0]], [[5.0]], [[5.0]], [[5.0]]]
+        assert [got(run, "a", "activation", 0, batch) for batch in (0, 2, 3)] == [[[2.0]], [[5.0]], [[5.0]]]
+        rows = [row["status"] for row in run["a"].activation.rows.to_pylist() if row["batch"] == 1]
+        assert rows == ["skipped"] or got(run, "a", "activation", 0, 1) == [[5.0]]
 
 
 def test_c05_attention_itself_gives_its_output_and_weights(path):
@@ -310,8 +316,8 @@ def test_c06_hooks_and_compiled_models(path, when):
             warnings.simplefilter("ignore", hookstore.CaptureWarning)
             recorder = record(model, path, layers=["0"], kinds=BOTH)
     except hookstore.UnsupportedModelError as refused:
-        assert when == "called_first"
-        assert "compile" in str(refused)
+        if when != "called_first" or "compile" not in str(refused):
+            raise
         return
     if when == "recorded_first":
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -429,13 +435,11 @@ RANK = """
 
 def test_g01_two_ranks_have_their_own_activations_and_one_gradient_of_the_parameters(tmp_path):
     """pytorch#35191, #66229, PR#60921."""
-    code, ranks = textwrap.dedent(RANK), []
-    for rank in range(2):
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), str(tmp_path / "store"), str(tmp_path / "runs")], stderr=subprocess.PIPE, text=True
-            )
-        )
+    arguments = [sys.executable, "-c", textwrap.dedent(RANK)]
+    ranks = [
+        subprocess.Popen([*arguments, str(rank), str(tmp_path / "store"), str(tmp_path / "runs")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
     for process in ranks:
         errors = process.communicate(timeout=100)[1]
         assert process.returncode == 0, errors
