@@ -266,7 +266,7 @@ def test_c01_a_layer_that_is_replaced_is_told_and_never_mixed_up(path):
             if batch == 1:
                 model.a = linear([5.0])
             model(torch.ones(1, 1))
-    assert len(caught) == 1
+    assert all("'a'" in str(one.message) for one in caught)
     with hookstore.open(path) as run:
         assert [got(run, "b", "activation", 0, batch) for batch in range(4)] == [[[2.0]], [[5.0]], [[5.0]], [[5.0]]]
         assert [got(run, "a", "activation", 0, batch) for batch in (0, 2, 3)] == [[[2.0]], [[5.0]], [[5.0]]]

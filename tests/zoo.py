@@ -58,8 +58,10 @@ def leaves_of(value):
 
 def arguments_of(args, kwargs):
     """Return the same of what a module is called with: a single argument stands for itself unless keywords hold tensors too."""
-    if len(args) == 1 and not leaves_of(kwargs)[0]:
-        return leaves_of(args[0])
+    named_tensors, named_others = leaves_of(kwargs)
+    if len(args) == 1 and not named_tensors:
+        tensors, others = leaves_of(args[0])
+        return tensors, {**others, **named_others}
     return leaves_of({**dict(enumerate(args)), **kwargs})
 
 
@@ -289,7 +291,7 @@ def _observe(name, kinds, *, probed=frozenset(), shared=frozenset(), states=()):
         take_step(name, model, phase, batch, backward)
         found.layers_seen |= reference.calls.keys()
         for layer, calls in reference.calls.items():
-            for number, seen in enumerate(calls):
+            for call, seen in enumerate(calls):
                 for kind, tensors in (
                     ("activation", seen.outputs),
                     ("gradient", seen.gradients),
@@ -298,7 +300,7 @@ def _observe(name, kinds, *, probed=frozenset(), shared=frozenset(), states=()):
                     ("parameter", seen.parameters),
                 ):
                     if kind in kinds:
-                        found.values.update({(kind, phase, batch, layer, number, leaf): tensor for leaf, tensor in tensors.items()})
+                        found.values.update({(kind, phase, batch, layer, call, leaf): tensor for leaf, tensor in tensors.items()})
         if phase == "train":
             if "parameter_gradient" in kinds:
                 for layer, module in model.named_modules():
