@@ -11,8 +11,8 @@ import zoo
 from torch import nn
 
 import hookstore
+from hookstore.format import KINDS
 
-KINDS = ("activation", "gradient", "input", "parameter")
 PLAN = (("train", 0), ("train", 1), ("eval", 2), ("train", 3), ("train", 4), ("train", 5), ("no_grad", 6))
 FAST_PATH = "transformer"  # whose encoder layers compute in another way where gradients are off and nothing is hooked
 
