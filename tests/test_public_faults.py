@@ -842,6 +842,63 @@ def test_d08_layouts_are_stored_by_value(path, layout):
             assert torch.equal(run[""].gradient.tensor(0, batch), gradient)
 
 
+@pytest.mark.parametrize("num_dims", [61, 62, 64])
+def test_d12_more_dimensions_than_an_array_can_have_are_a_gap(path, num_dims):
+    """What was stored with 63 could not be read."""
+    model = Call(lambda _, value: value.reshape([1] * (num_dims - 1) + [2]))
+    with warnings.catch_warnings(record=True) as caught, record(model, path, layers=""):
+        warnings.simplefilter("always", hookstore.CaptureWarning)
+        model(torch.ones(2))
+    with hookstore.open(path) as run:
+        if num_dims <= 61:
+            assert run[""].activation[0, 0].shape == (1,) * (num_dims - 1) + (2,)
+        else:
+            with pytest.raises(hookstore.MissingCaptureError, match=f"it has {num_dims} dimensions"):
+                run[""].activation[0, 0]
+        assert len(caught) == (num_dims > 61)
+
+
+@pytest.mark.parametrize("size", [2, 20_000])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad", "jacrev", "hessian"])
+def test_c17_plain_tensors_inside_a_function_transform(path, transform, size):
+    """They are what they are: parameters, and inputs that the transform does not follow. The user's call is never broken."""
+    model = nn.ModuleDict({"scale": Call(lambda _, value, by: value * by), "weigh": Weighs(size)})
+    constant = torch.arange(float(size))
+
+    def function(value):
+        return (model["weigh"](model["scale"](constant, value)) ** 2).sum()
+
+    transforms = {
+        "grad": torch.func.grad(function),
+        "vmap": lambda value: torch.func.vmap(function)(value.repeat(3)),
+        "vmap of grad": lambda value: torch.func.vmap(torch.func.grad(function))(value.repeat(3)),
+        "jacrev": torch.func.jacrev(function),
+        "hessian": torch.func.hessian(function),
+    }
+    expected = transforms[transform](torch.tensor(2.0))
+    with warnings.catch_warnings(), record(model, path, kinds=ALL, buffer_bytes=8 << 20) as recorder:
+        warnings.simplefilter("ignore", hookstore.CaptureWarning)
+        for batch in recorder.batches(range(3), epoch=0):
+            if batch == 0:  # so that the arrays are known when the transform comes
+                function(torch.tensor(2.0))
+            else:
+                assert torch.equal(transforms[transform](torch.tensor(2.0)), expected)
+    with hookstore.open(path) as run:
+        for batch in range(3):
+            assert torch.equal(run["scale"].input.tensor(0, batch, leaf="0"), constant)
+            assert torch.equal(run["weigh"].parameter.tensor(0, batch), model["weigh"].weight.detach())
+        assert {row["status"] for row in run["weigh"].activation.rows.to_pylist() if row["batch"]} == {"skipped"}
+
+
+class Weighs(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, size))
+
+    def forward(self, value):
+        return value * self.weight
+
+
 def test_d11_a_model_on_the_meta_device_is_refused_by_name(path):
     with pytest.raises(hookstore.UnsupportedModelError, match="'meta'"):
         record(nn.Sequential(nn.Linear(1, 1, device="meta"), nn.ReLU()), path)
