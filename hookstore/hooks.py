@@ -30,6 +30,7 @@ from hookstore.selection import Layer
 from hookstore.shares import Input, ShareWatch, note_inputs, watch_inputs
 from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
+from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
@@ -82,6 +83,7 @@ class LayerHooks:
 
     def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink) -> None:
         self.name = layer.name
+        self.names = (layer.name, *layer.aliases[: layer.num_names - 1])
         self.sink = sink
         self.kinds = frozenset(kinds)
         self.takes_activation = "activation" in self.kinds
@@ -93,7 +95,7 @@ class LayerHooks:
         self.was_called = False
         self.watches: list[GradientWatch | ShareWatch] = []
         self._told: set[tuple[str, ...]] = set()  # what of its values is not stored, and has a row that says so
-        self._module = weakref.ref(layer.module)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(layer.module)
         self._pre: Callable[..., None] = _PreHook(self)
         self._post: Callable[..., None] = _PostHook(self)
         if sink.clock.budget is not None:
@@ -118,6 +120,20 @@ class LayerHooks:
     def is_installed(self) -> bool:
         """Whether the hooks are on the module."""
         return bool(self._handles)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it is alive."""
+        return self._module()
+
+    def replace(self, module: nn.Module | None) -> None:
+        """Go on with the module that has taken this one's place, or with none."""
+        was_installed = self.is_installed
+        self.remove()
+        self.forget()
+        self._module = weakref.ref(module) if module is not None else lambda: None
+        if was_installed:
+            self.install()
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
@@ -326,9 +342,8 @@ class _PreHook(InertCopy):
             if "input" in hooks.kinds:
                 hooks.see_arguments(args, kwargs or {}, call)
             if "parameter" in hooks.kinds:
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        hooks.sink.put(hooks.name, "parameter", name, parameter, call)
+                for name, parameter in own_parameters(module):
+                    hooks.sink.put(hooks.name, "parameter", name, parameter, call)
 
 
 class _PostHook(InertCopy):
