@@ -512,7 +512,7 @@ def test_layer_that_is_never_called_is_warned_about(path):
         assert run.layers == ["a", "b"]
         with pytest.raises(hookstore.MissingCaptureError, match="was skipped: the layer was not called: its forward was called directly"):
             run["a"].activation[0, 0]
-        with pytest.raises(hookstore.MissingCaptureError, match="nothing was captured of this layer: the layer was not called"):
+        with pytest.raises(hookstore.MissingCaptureError, match="was not captured: the layer was not called"):
             run["a"].activation[0, 1]
 
 
