@@ -114,8 +114,8 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Say whether a module only holds others: nothing ever calls it."""
-    return (isinstance(module, _CONTAINERS) or type(module) is nn.Module) and not has_forward(module)
+    """Say whether a module is one of torch's containers, which only hold others: nothing ever calls them."""
+    return isinstance(module, _CONTAINERS) and not has_forward(module)
 
 
 def has_no_layers(module: nn.Module) -> bool:
