@@ -195,6 +195,44 @@ class Sink:
                 stacklevel=2,
             )
 
+    def skip_layers(self, reasons: dict[str, str], kinds: list[str], here: Coordinates, step: int) -> None:
+        """Note gaps of whole layers in a batch, a row for each kind, and warn of all of them at once.
+
+        Parameters
+        ----------
+        reasons : dict
+            For each layer why it was not called.
+        kinds : list of str
+            What would have been captured of it.
+        here : Coordinates
+            The batch.
+        step : int
+            Optimizer steps done by then.
+        """
+        if not self.is_active:
+            return
+        now = time.time_ns() // 1000
+        by_reason: dict[str, list[str]] = {}
+        for layer, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(layer)
+            for kind in kinds:
+                capture = Capture(
+                    layer, kind, "", "", here, 0, 0, step, (), now, status="skipped", reason=f"the layer was not called: {reason}"
+                )
+                try:
+                    self._stager.note(capture)
+                except BaseException as error:
+                    self._failed(error, capture)
+        told = [
+            f"{', '.join(map(repr, layers[:5]))}{f' and {len(layers) - 5} more' if len(layers) > 5 else ''} ({reason})"
+            for reason, layers in by_reason.items()
+        ]
+        warnings.warn(
+            f"selected layers with 0 calls in {here.phase} epoch {here.epoch}, batch {here.batch}: {'; '.join(told)}",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
     def skip_batch(self, coordinates: Coordinates) -> None:
         """Note that a batch was left out to stay within the budget."""
         budget = self.clock.budget
