@@ -104,7 +104,7 @@ def is_inside(leaf, container):
     return not container or leaf == container or leaf.startswith(f"{container}.")
 
 
-@zoo.over_the_zoo
+@zoo.over_the_zoo()
 def test_every_layer_is_what_a_reference_without_hooks_saw(tmp_path, name):
     truth = compare(name, tmp_path / "run", KINDS)
     assert len(truth.layers) >= 5

@@ -16,7 +16,7 @@ import hookstore
 pytestmark = test_zoo.pytestmark
 
 
-@zoo.over_the_zoo
+@zoo.over_the_zoo(slow=zoo.MANY_LAYERS)
 def test_shares_and_parameter_gradients_are_what_autograd_says(tmp_path, name):
     truth = test_zoo.compare(name, tmp_path / "run", ("input_gradient", "parameter_gradient"))
     assert {key[0] for key in truth.values} == {"input_gradient", "parameter_gradient"}

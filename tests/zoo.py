@@ -674,6 +674,11 @@ def fresh(name):
     return copy.deepcopy(_built(name))
 
 
-over_the_zoo = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if entry.is_slow else name for name, entry in ZOO.items()]
-)
+def over_the_zoo(slow=frozenset()):
+    """Parametrize a test over the zoo, with the largest models, and those named, left to the long tests."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.slow) if entry.is_slow or name in slow else name for name, entry in ZOO.items()]
+    )
+
+
+MANY_LAYERS = frozenset({"faster_rcnn", "googlenet", "mobilenet_v3_small"})  # each layer costs some arrays, and each array some files
