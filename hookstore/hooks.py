@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import _symbolic_trace
 from torch.utils.hooks import RemovableHandle
 
+from hookstore.compiled import Taps, trace_begin, trace_end
 from hookstore.layout import Call
 from hookstore.nested import argument_leaves, tensor_leaves
 from hookstore.schedule import Budget
@@ -28,7 +29,7 @@ from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
-_is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
+_is_compiling, _is_exporting, _is_tracing = torch.compiler.is_compiling, torch.compiler.is_exporting, torch._C._is_tracing
 # The plain flag where torch has it. Of the functions around it the older one logs a warning in newer versions.
 _is_symbolically_traced: Callable[[], bool] = (
     getattr(_symbolic_trace, "_get_is_fx_tracing", None)
@@ -64,9 +65,11 @@ class LayerHooks:
         What to capture.
     sink : Sink
         Where it goes.
+    taps : Taps
+        What the recording has in compiled models.
     """
 
-    def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink) -> None:
+    def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink, taps: Taps) -> None:
         self.name = layer.name
         self.sink = sink
         self.kinds = frozenset(kinds)
@@ -75,6 +78,7 @@ class LayerHooks:
         self.takes_arguments = not self.kinds.isdisjoint(("input", "parameter"))
         self.calls = _Calls()
         self.was_called = False
+        self.number, self.switch = taps.add(self), taps.switch
         self.watches: list[GradientWatch] = []
         self._module = weakref.ref(layer.module)
         self._pre: Callable[..., None] = _PreHook(self)
@@ -122,6 +126,16 @@ class LayerHooks:
         stack.append(call)
         return call
 
+    def current(self) -> Call | None:
+        """Return the innermost call if it is recorded."""
+        stack = self.calls.stack
+        return stack[-1] if stack else None
+
+    def end(self) -> Call | None:
+        """Note that the innermost call ends, and return it if it is recorded."""
+        stack = self.calls.stack
+        return stack.pop() if stack else None
+
     def see(self, leaves: Sequence[tuple[str, torch.Tensor]], output: object, call: Call) -> None:
         """Take what a call returned, of which the tensors are the leaves."""
         if self.takes_activation:
@@ -162,8 +176,8 @@ class LayerHooks:
 
 
 def is_traced() -> bool:
-    """Say whether the model is being compiled, exported or traced instead of run."""
-    return _is_compiling() or _is_tracing() or _is_symbolically_traced()
+    """Say whether the model is being traced instead of run, by something else than the compiler."""
+    return _is_tracing() or _is_symbolically_traced()
 
 
 class _PreHook(InertCopy):
@@ -174,6 +188,10 @@ class _PreHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         hooks = self._hooks
+        if _is_compiling():
+            if not _is_exporting():
+                trace_begin(hooks.number, hooks.switch, hooks.kinds, module, args, kwargs or {})
+            return
         call = hooks.begin()
         if call is None or not hooks.takes_arguments:
             return
@@ -195,6 +213,10 @@ class _PostHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         hooks = self._hooks
+        if _is_compiling():
+            if not _is_exporting():
+                trace_end(hooks.number, hooks.switch, hooks.takes_gradient, output)
+            return
         stack = hooks.calls.stack
         call = stack.pop() if stack else None
         if call is None:
@@ -219,5 +241,8 @@ class _TimedHook(InertCopy):
         self._budget = budget
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        with self._budget.measured():
-            self._hook(*args, **kwargs)
+        if _is_compiling():
+            self._hook(*args, **kwargs)  # its time is measured where the graph runs
+        else:
+            with self._budget.measured():
+                self._hook(*args, **kwargs)

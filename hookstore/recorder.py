@@ -23,6 +23,7 @@ from torch import nn
 from hookstore import __version__
 from hookstore.attach import ModelHooks
 from hookstore.codecs import codec_metadata
+from hookstore.compiled import why_none
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import CaptureWarning, NotARunError, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
@@ -170,6 +171,8 @@ def record(
     UnsupportedModelError
         If hooks cannot follow the model.
     """
+    if isinstance(model, nn.Module) and isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        model = model._orig_mod
     _check_model(model)
     wanted = _check_kinds(kinds)
     schedule = Schedule.build(every=every, epochs=epochs, batches=batches, phases=phases)
@@ -507,9 +510,9 @@ def _check_model(model: nn.Module) -> None:
                 f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
             )
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedModelError(
-                f"module {name!r} is compiled, which hookstore cannot follow yet; record the model before torch.compile, uncompiled"
-            )
+            obstacle = why_none()
+            if obstacle is not None:
+                raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
     for parameter in model.parameters():
         check_device(parameter.device)
 

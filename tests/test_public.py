@@ -113,7 +113,7 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "hooks", "attach"),
+    *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "compiled", "hooks", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("samples", "captures", "run", "verification", "bench", "cli", "demo"),
 )

@@ -1,0 +1,486 @@
+"""Compiled models: hooks that `torch.compile` traces into its graph.
+
+What a hook does in an eager model it cannot do in a trace, where there are no values. There it leaves operators in the graph that call back here when the
+graph runs, in the order of the model's calls: they return nothing to the model, have an effect, and so are neither left out nor moved nor run twice. Each has
+a whole number that says of which layer it is. The call that a gradient belongs to is a small tensor, which the forward makes and the compiler keeps for the
+backward with everything else that it keeps: it comes back with its own forward, whatever the order of backwards.
+
+Whether anything is recorded is an attribute of a module global, upon which the compiler sets a guard: one graph with operators and one without, and no
+compiling when a schedule goes from one to the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hookstore.errors import UnsupportedModelError
+from hookstore.format import PHASES, leaf_path
+from hookstore.layout import Call
+from hookstore.schedule import Coordinates
+from hookstore.sink import Sink
+from hookstore.watch import _as_view, _is_injective
+
+_graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
+_LEAST_TORCH = (2, 11)  # the first with effects in the backward of a compiled model
+_log = logging.getLogger("hookstore")
+
+
+class Tapped(Protocol):
+    """A layer, as the operators of a compiled model need it."""
+
+    name: str
+    sink: Sink
+    takes_activation: bool
+
+    def begin(self) -> Call | None:
+        """Note that a call begins, and return it if it is recorded."""
+
+    def current(self) -> Call | None:
+        """Return the innermost call if it is recorded."""
+
+    def end(self) -> Call | None:
+        """Note that the innermost call ends, and return it if it is recorded."""
+
+
+def why_none() -> str | None:
+    """Say why this torch cannot record compiled models, or return ``None``."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _LEAST_TORCH or not _HAS_EFFECTS:
+        least = ".".join(map(str, _LEAST_TORCH))
+        return f"recording compiled models needs torch {least} or newer, and this is {torch.__version__}; record the model without torch.compile"
+    return None
+
+
+# What the traced hooks look at ------------------------------------------------------------------------------------
+
+
+class _Switches:
+    """An attribute for each recording: whether what is called now is recorded."""
+
+
+SWITCHES = _Switches()
+_numbers = itertools.count()
+_layers: dict[int, Tapped] = {}
+_ticks: dict[int, Callable[[bool], None]] = {}
+_plans: list[tuple[tuple[str, ...], str]] = []
+
+
+class Taps:
+    """What one recording has in compiled graphs.
+
+    Parameters
+    ----------
+    on_tick : callable
+        Called when a compiled graph calls the root module, with whether that graph records.
+    """
+
+    def __init__(self, on_tick: Callable[[bool], None]) -> None:
+        self.number = next(_numbers)
+        self.switch = f"recording_{self.number}"
+        self._layers: list[int] = []
+        self.turn(on=False)
+        _ticks[self.number] = on_tick
+
+    def turn(self, *, on: bool) -> None:
+        """Say whether what is called from now on is recorded."""
+        if getattr(SWITCHES, self.switch, None) is not on:
+            setattr(SWITCHES, self.switch, on)
+
+    def add(self, layer: Tapped) -> int:
+        """Return the number under which the operators know a layer."""
+        number = next(_numbers)
+        _layers[number] = layer
+        self._layers.append(number)
+        return number
+
+    def close(self) -> None:
+        """Let go of everything; graphs that are compiled go on without recording."""
+        self.turn(on=False)
+        _ticks.pop(self.number, None)
+        for number in self._layers:
+            _layers.pop(number, None)
+
+
+# In the trace -----------------------------------------------------------------------------------------------------
+
+
+def trace_tick(taps_number: int, switch: str) -> None:
+    """Trace the root module's call."""
+    prepare()
+    torch.ops.hookstore.tick(taps_number, bool(getattr(SWITCHES, switch)))
+
+
+def trace_begin(number: int, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Trace the beginning of a layer's call."""
+    if not getattr(SWITCHES, switch):
+        return
+    prepare()
+    begin(number)
+    if "input" in kinds:
+        tensors: list[torch.Tensor] = []
+        node = _describe_arguments(args, kwargs, tensors)
+        show(tensors, number, "input", plan_number(node, "call"))
+    if "parameter" in kinds:
+        names = tuple([(name, True) for name, parameter in module._parameters.items() if parameter is not None])
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        show(parameters, number, "parameter", plan_number(names, "parameters"))
+
+
+def trace_end(number: int, switch: str, takes_gradient: bool, output: Any) -> None:  # noqa: FBT001
+    """Trace the end of a layer's call."""
+    if not getattr(SWITCHES, switch):
+        return
+    prepare()
+    tensors: list[torch.Tensor] = []
+    node = _describe(output, tensors)
+    end(tensors, number, takes_gradient, plan_number(node, type(output).__name__))
+
+
+def prepare() -> None:
+    """Make ready for being traced; the compiler runs it, and traces nothing of it."""
+    obstacle = why_none()
+    if obstacle is not None:
+        raise UnsupportedModelError(obstacle)
+    if torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+        raise UnsupportedModelError("hookstore cannot follow compiled_autograd; switch it off while recording, or record without torch.compile")
+    for function in (begin, show, end):
+        torch.compiler.allow_in_graph(function)
+        torch.fx.node.has_side_effect(function)
+    _compiling_begins()
+
+
+def plan_number(node: Any, type_name: str) -> int:
+    """Return a number for how a value is built; the compiler runs it, and has a constant."""
+    plan = tuple(_leaves(node)), type_name
+    if plan not in _plans:
+        _plans.append(plan)
+    return _plans.index(plan)
+
+
+prepare._dynamo_marked_constant = plan_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Append the tensors of a value, and return how it is built, as the compiler can trace it."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return True
+    if isinstance(value, dict):  # what transformers returns is a dict and a dataclass
+        return tuple([(key if isinstance(key, str | int) else repr(key), _describe(item, tensors)) for key, item in value.items()])
+    if isinstance(value, tuple | list):
+        names = getattr(value, "_fields", range(len(value)))
+        return tuple([(name, _describe(item, tensors)) for name, item in zip(names, value, strict=True)])
+    if hasattr(value, "__dataclass_fields__"):
+        return tuple([(name, _describe(getattr(value, name), tensors)) for name in value.__dataclass_fields__])
+    return False
+
+
+def _describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    if len(args) == 1 and not kwargs:
+        return _describe(args[0], tensors)
+    positional = [(position, _describe(value, tensors)) for position, value in enumerate(args)]
+    return tuple(positional + [(name, _describe(value, tensors)) for name, value in kwargs.items()])
+
+
+def _leaves(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[str]:
+    """Yield the leaf path of each tensor."""
+    if node is True:
+        yield leaf_path(path)
+    elif isinstance(node, tuple):
+        for key, inner in node:
+            yield from _leaves(inner, (*path, key))
+
+
+# In the graph -----------------------------------------------------------------------------------------------------
+# These are nodes of the graph that the compiler hands on. They run when its operators are traced with autograd, and, where a backend runs that graph as it
+# is, each time.
+
+
+class _Begun(threading.local):
+    """For each layer autograd's counter when its last call began."""
+
+    def __init__(self) -> None:
+        self.sequence_nr: dict[int, int] = {}
+
+
+_begun = _Begun()
+
+
+def begin(number: int) -> None:
+    """Begin a call of a layer."""
+    if _graph_task() == -1:  # activation checkpointing computes it again
+        _begun.sequence_nr[number] = _sequence_nr()
+        torch.ops.hookstore.begin(number)
+
+
+def show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
+    """Show what a layer's call gets."""
+    if _graph_task() == -1:
+        torch.ops.hookstore.show([value.detach() for value in values], number, kind, plan)
+
+
+def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan: int) -> None:  # noqa: FBT001
+    """End a call of a layer."""
+    if _graph_task() != -1:
+        return
+    detached = [value.detach() for value in values]
+    watched = [position for position, value in enumerate(values) if value.requires_grad] if takes_gradient and torch.is_grad_enabled() else []
+    if not watched:
+        torch.ops.hookstore.end(detached, number, plan)
+        return
+    call = torch.ops.hookstore.end_watched(detached, number, plan)
+    _save_for_backward()
+    bases = [id(values[position] if values[position]._base is None else values[position]._base) for position in watched]
+    for position, base in zip(watched, bases, strict=True):
+        _Watch(values[position], call, number, plan, position, has_own_base=bases.count(base) == 1)
+
+
+def _save_for_backward() -> None:
+    """Have the compiler keep what the last operator returned, where it would compute that again in the backward because of activation checkpointing."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None:
+        return
+    for node in itertools.islice(reversed(mode.tracer.graph.nodes), 32):
+        node.meta.pop("recompute", None)
+        if torch.ops.hookstore.end_watched.default in node.args or node.target is torch.ops.hookstore.end_watched.default:
+            return
+
+
+class _Watch:
+    """Tensor hooks as `hookstore.watch.GradientWatch` has them, which are traced into the backward graph: in-place edits that come later are known then."""
+
+    def __init__(self, output: torch.Tensor, call: torch.Tensor, number: int, plan: int, position: int, *, has_own_base: bool) -> None:
+        self._call = call
+        self._which = (number, plan, position)
+        self._version = output.detach()  # shares the version counter
+        self._unedited = output._version
+        base = output._base
+        self._base_view: tuple[Any, ...] | None = None
+        if output.is_leaf:
+            self._gap(0)
+            return
+        output.register_hook(self._of_output)
+        if base is not None and not base.is_leaf:
+            began = _begun.sequence_nr.get(number)
+            is_inside = base.grad_fn is not None and began is not None and base.grad_fn._sequence_nr() >= began
+            if has_own_base and is_inside and base.dtype == output.dtype and _is_injective(output):
+                offset = output.storage_offset() - base.storage_offset()
+                lazy = (base.is_conj() != output.is_conj(), base.is_neg() != output.is_neg())
+                self._base_view = (base.size(), base.stride(), output.size(), output.stride(), offset, *lazy)
+            base.register_hook(self._of_base)
+
+    @property
+    def _is_edited(self) -> bool:
+        return self._version._version != self._unedited
+
+    def _of_output(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and not self._is_edited:
+            torch.ops.hookstore.gradient(gradient.detach(), self._call, *self._which)
+
+    def _of_base(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None or not self._is_edited:
+            return
+        if self._base_view is None:
+            self._gap(1)
+        else:
+            torch.ops.hookstore.gradient(_as_view(gradient.detach(), *self._base_view), self._call, *self._which)
+
+    def _gap(self, reason: int) -> None:
+        torch.ops.hookstore.no_gradient(self._call, *self._which, reason)
+
+
+_NO_GRADIENT = (
+    "the module returned what the compiled region was given, whose gradient comes about outside",
+    "the output is a view that was edited in place, and the gradient of its base is not its own alone",
+)
+
+
+# When the graph runs ----------------------------------------------------------------------------------------------
+
+_NUM_CALL = 3 + len(Call._fields) - 1  # numbers that a call is
+
+
+def _run_tick(number: int, is_watched: bool) -> None:  # noqa: FBT001
+    on_tick = _ticks.get(number)
+    if on_tick is not None and _graph_task() == -1:
+        on_tick(is_watched)
+
+
+def _run_begin(number: int) -> None:
+    layer = _layers.get(number)
+    if layer is not None and _graph_task() == -1:
+        with _measured(layer):
+            layer.begin()
+
+
+def _run_show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
+    layer = _layers.get(number)
+    call = None if layer is None or _graph_task() != -1 else layer.current()
+    if layer is not None and call is not None:
+        with _measured(layer):
+            _put(layer, kind, values, plan, call)
+
+
+def _run_end(values: Sequence[torch.Tensor], number: int, plan: int) -> None:
+    layer = _layers.get(number)
+    if layer is not None and _graph_task() == -1:
+        _end(layer, values, plan)
+
+
+def _run_end_watched(values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
+    layer = _layers.get(number)
+    numbers = np.zeros(_NUM_CALL + len(_plans[plan][0]), dtype=np.int64)
+    numbers[0] = -1
+    if layer is not None and _graph_task() == -1:
+        call = _end(layer, values, plan)
+        if call is not None:
+            here = call.coordinates
+            numbers[:_NUM_CALL] = (PHASES.index(here.phase), here.epoch, here.batch, *call[1:])
+    return torch.from_numpy(numbers)
+
+
+def _end(layer: Tapped, values: Sequence[torch.Tensor], plan: int) -> Call | None:
+    with _measured(layer):
+        call = layer.end()
+        if call is not None and layer.takes_activation:
+            _put(layer, "activation", values, plan, call)
+            if not values:
+                layer.sink.skip_value(layer.name, "activation", call, f"the module returned a {_plans[plan][1]} without tensors")
+        return call
+
+
+def _put(layer: Tapped, kind: str, values: Sequence[torch.Tensor], plan: int, call: Call) -> None:
+    with _undisturbed():
+        for leaf, value in zip(_plans[plan][0], values, strict=True):
+            layer.sink.put(layer.name, kind, leaf, value, call)
+
+
+def _run_gradient(gradient: torch.Tensor, call: torch.Tensor, number: int, plan: int, position: int) -> None:
+    layer = _layers.get(number)
+    if layer is None:
+        return
+    with _measured(layer), _undisturbed():
+        numbers = call.numpy()
+        if numbers[0] >= 0:
+            backward = int(numbers[_NUM_CALL + position])
+            numbers[_NUM_CALL + position] += 1
+            layer.sink.put(layer.name, "gradient", _plans[plan][0][position], gradient, _call_of(numbers), backward)
+
+
+def _run_no_gradient(call: torch.Tensor, number: int, plan: int, position: int, reason: int) -> None:
+    layer = _layers.get(number)
+    numbers = call.numpy()
+    if layer is not None and numbers[0] >= 0:
+        layer.sink.skip_value(layer.name, "gradient", _call_of(numbers), _NO_GRADIENT[reason], leaf=_plans[plan][0][position])
+
+
+def _call_of(numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Call:
+    phase, epoch, batch, *others = numbers[:_NUM_CALL].tolist()
+    return Call(Coordinates(PHASES[phase], epoch, batch), *others)
+
+
+def _measured(layer: Tapped) -> contextlib.AbstractContextManager[None]:
+    budget = layer.sink.clock.budget
+    return contextlib.nullcontext() if budget is None else budget.measured()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Any:
+    """Keep the modes that a user has set from seeing what is done here."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._len_torch_dispatch_stack() > 0:
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield
+
+
+# The operators ----------------------------------------------------------------------------------------------------
+
+
+def _make_operators() -> tuple[torch.library.Library, bool]:
+    """Define the operators and say whether this torch knows effects."""
+    library = torch.library.Library("hookstore", "DEF")
+    nothing = lambda *_: None  # noqa: E731
+    for schema, run, fake in (
+        ("tick(int number, bool is_watched) -> ()", _run_tick, nothing),
+        ("begin(int number) -> ()", _run_begin, nothing),
+        ("show(Tensor[] values, int number, str kind, int plan) -> ()", _run_show, nothing),
+        ("end(Tensor[] values, int number, int plan) -> ()", _run_end, nothing),
+        ("end_watched(Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
+        ("gradient(Tensor gradient, Tensor call, int number, int plan, int position) -> ()", _run_gradient, nothing),
+        ("no_gradient(Tensor call, int number, int plan, int position, int reason) -> ()", _run_no_gradient, nothing),
+    ):
+        name = f"hookstore::{library.define(schema)}".replace("hookstore::hookstore::", "hookstore::")
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, fake, lib=library)
+        try:
+            from torch._library.effects import EffectType
+
+            torch._library.simple_registry.singleton.find(name).effect.register(EffectType.ORDERED)
+        except (ImportError, AttributeError):
+            return library, False
+    return library, True
+
+
+def _fake_call(values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty(_NUM_CALL + len(_plans[plan][0]), dtype=torch.int64, device="cpu")
+
+
+_library, _HAS_EFFECTS = _make_operators()
+
+
+# When the compiler begins -----------------------------------------------------------------------------------------
+
+_followers: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a method `pin`
+
+
+def follow(follower: Any) -> None:
+    """Have ``follower.pin()`` called when a compilation begins, as long as it lives."""
+    _followers.add(follower)
+    meet_compiler()
+
+
+def _compiling_begins(*_arguments: object) -> None:
+    for follower in list(_followers):
+        follower.pin()
+
+
+def meet_compiler() -> bool:
+    """Look whether the compiler has been imported, and be told then what it does; say whether that is new.
+
+    It is never imported here, since that takes seconds and most who record do not compile.
+    """
+    callbacks = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(callbacks, "callback_handler", None)
+    if handler is None or _compiling_begins in handler.start_callbacks:
+        return False
+    handler.register_start_callback(_compiling_begins)
+    return True
+
+
+def has_compiled() -> bool:
+    """Say whether there are graphs that have been compiled."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is None:
+        return False
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    codes = [reference() for reference in getattr(frames.input_codes, "seen", ())]
+    return any(code is not None and entries(code) for code in codes)
+
+
+def discard() -> None:
+    """Have compiled everything again when it is called next, since graphs that are there know nothing of hooks that are new."""
+    if has_compiled():
+        _log.warning("hookstore: torch._dynamo.reset() is called, since graphs compiled before a recording know nothing of it; they are compiled again")
+        torch._dynamo.reset()
+        meet_compiler()
