@@ -12,10 +12,12 @@ compiling when a schedule goes from one to the other.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -262,7 +264,7 @@ class _Watch:
     def __init__(self, output: torch.Tensor, call: torch.Tensor, number: int, plan: int, position: int, *, has_own_base: bool) -> None:
         self._call = call
         self._which = (number, plan, position)
-        self._version = output.detach()  # shares the version counter
+        self._version: torch.Tensor | None = None
         self._unedited = output._version
         base = output._base
         self._base_view: tuple[Any, ...] | None = None
@@ -271,6 +273,7 @@ class _Watch:
             return
         output.register_hook(self._of_output)
         if base is not None and not base.is_leaf:
+            self._version = output.detach()  # shares the version counter
             began = _begun.sequence_nr.get(number)
             is_inside = base.grad_fn is not None and began is not None and base.grad_fn._sequence_nr() >= began
             if has_own_base and is_inside and base.dtype == output.dtype and _is_injective(output):
@@ -281,7 +284,7 @@ class _Watch:
 
     @property
     def _is_edited(self) -> bool:
-        return self._version._version != self._unedited
+        return self._version is not None and self._version._version != self._unedited
 
     def _of_output(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and not self._is_edited:
@@ -446,6 +449,7 @@ _followers: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a method `pin`
 
 def follow(follower: Any) -> None:
     """Have ``follower.pin()`` called when a compilation begins, as long as it lives."""
+    _keep_out()
     _followers.add(follower)
     meet_compiler()
 
@@ -466,6 +470,34 @@ def meet_compiler() -> bool:
         return False
     handler.register_start_callback(_compiling_begins)
     return True
+
+
+@functools.cache
+def _keep_out() -> None:
+    """Have the compiler leave our code alone where it is no part of a graph: hooks that are called between two graphs run as they are."""
+    evaluation = torch._C._dynamo.eval_frame
+    if not hasattr(evaluation, "_FrameExecStrategy"):
+        return
+    as_it_is = evaluation._FrameExecStrategy(evaluation._FrameAction.SKIP, evaluation._FrameAction.SKIP)
+    pending = [code for module in _own_modules() for thing in vars(module).values() for code in _codes_of(thing, module)]
+    while pending:
+        code = pending.pop()
+        evaluation.set_code_exec_strategy(code, as_it_is)
+        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _own_modules() -> list[types.ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
+
+
+def _codes_of(thing: Any, module: types.ModuleType) -> Iterator[types.CodeType]:
+    """Yield the code of a function, or of the methods of a class, of the module's own."""
+    if isinstance(thing, type) and thing.__module__ == module.__name__:
+        for member in vars(thing).values():
+            yield from _codes_of(member, module)
+    function = getattr(thing, "fget", None) or getattr(thing, "__func__", thing)
+    if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+        yield function.__code__
 
 
 def has_compiled() -> bool:
