@@ -27,6 +27,9 @@ COLUMNS = ("layer", "kind", "leaf", "phase", "epoch", "batch", "call", "backward
 KINDS = ("activation", "gradient", "input", "parameter")
 BACKENDS = ["eager", "aot_eager"]
 
+# The compiler looks at this attribute of whatever it is given.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 
 @pytest.fixture(autouse=True)
 def _compiler_as_new(tmp_path, monkeypatch):
@@ -158,8 +161,9 @@ class Views(nn.Module):
         before = hidden.sum(dim=0) * 2
         hidden += inputs
         hidden = self.relu(hidden)
-        flat = self.flatten(hidden)
-        after = hidden.sum() * 3
+        shared = hidden * 1
+        flat = self.flatten(shared)
+        after = shared.sum() * 3
         if self.edits:
             flat.mul_(2)
         return before.sum() + after + flat.sum()
@@ -264,3 +268,298 @@ def test_without_gradients(tmp_path, how):
     found = in_both(tmp_path, small, use, phases=("train", "eval"))
     assert {key[3] for key in found} == {"eval" if how == "eval" else "train"}
     assert not [key for key in found if key[1] == "gradient"]
+
+
+# How things are compiled ------------------------------------------------------------------------------------------
+
+
+def in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+def submodules(model, **options):
+    for layer in list(model):
+        layer.compile(**options)
+    return model
+
+
+def replaced(model, **options):
+    model[0], model[2] = torch.compile(model[0], **options), torch.compile(model[2], **options)
+    return model
+
+
+def function(model, **options):
+    return torch.compile(lambda inputs: model(inputs) * 1, **options)
+
+
+@pytest.mark.parametrize("how", [in_place, submodules, function])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("clock", ["batches", "automatic"])
+def test_ways_to_compile(tmp_path, how, when, clock):
+    def train(call, recorder):
+        for batch in recorder.batches(range(2), epoch=0) if clock == "batches" else range(2):
+            call(torch.full((3, 4), float(batch))).pow(2).sum().backward()
+
+    model = small()
+    twin = copy.deepcopy(model)
+    with recording(model, tmp_path / "eager", layers="*") as recorder:
+        train(model, recorder)
+    if when == "before":
+        call = how(twin, backend="aot_eager", fullgraph=True)
+    with recording(twin, tmp_path / "compiled", layers="*") as recorder:
+        if when == "after":
+            call = how(twin, backend="aot_eager", fullgraph=True)
+        train(call, recorder)
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+def test_compiled_parts_of_a_model(tmp_path):
+    model = small()
+    with recording(model, tmp_path / "eager", layers="1") as recorder:
+        batches()(model, recorder)
+    model = replaced(model, backend="aot_eager", fullgraph=True)
+    with recording(model, tmp_path / "compiled", layers="1") as recorder:
+        batches()(model, recorder)
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+def test_recording_what_torch_compile_returns(tmp_path):
+    model = small()
+    twin = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    with recording(model, tmp_path / "eager", layers="*") as recorder:
+        batches()(model, recorder)
+    with recording(twin, tmp_path / "compiled", layers="*") as recorder:
+        batches()(twin, recorder)
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+def test_graph_breaks_lose_nothing(tmp_path):
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Discriminating()
+
+        def forward(self, inputs):
+            hidden = self.inner(inputs)
+            torch._dynamo.graph_break()
+            return self.inner(inputs * 2) + hidden
+
+    model = Breaks()
+    twin = copy.deepcopy(model)
+    with recording(model, tmp_path / "eager", layers="*") as recorder:
+        batches()(model, recorder)
+    with recording(twin, tmp_path / "compiled", layers="*") as recorder:
+        batches()(torch.compile(twin, backend="aot_eager"), recorder)
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+# Idle batches, guards and clocks ----------------------------------------------------------------------------------
+
+
+class Counted:
+    """A backend that counts what it compiles."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.num_graphs += 1
+        return aot_eager(graph, inputs)
+
+
+@pytest.mark.parametrize("clock", ["batches", "at", "automatic"])
+@pytest.mark.parametrize("first", [0, 1], ids=["first_is_due", "first_is_idle"])
+def test_idle_batches_have_a_graph_of_their_own(path, clock, first):
+    """Two graphs, whatever the schedule does, and the idle one has no operators."""
+    model, backend = small(), Counted()
+    compiled_model = torch.compile(model, backend=backend, fullgraph=True)
+    inputs = torch.ones(3, 4)
+    with recording(model, path, batches=lambda batch: batch % 3 == first, kinds=("activation", "gradient")) as recorder:
+        for batch in recorder.batches(range(9), epoch=0) if clock == "batches" else range(9):
+            with recorder.at(epoch=0, batch=batch) if clock == "at" else contextlib.nullcontext():
+                compiled_model(inputs).sum().backward()
+    assert backend.num_graphs == 2
+    found = rows(path)
+    assert {key[5] for key in found} == {first, first + 3, first + 6}
+    assert len(found) == 3 * 3 * 2
+    assert {key[9] for key in found} == {"ok"}
+
+
+def test_going_from_idle_to_due_compiles_nothing(path):
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with recording(model, path, every=2) as recorder:
+        for batch in recorder.batches(range(8), epoch=0):
+            with torch._dynamo.config.patch(error_on_recompile=batch > 1):
+                compiled_model(torch.ones(3, 4)).sum().backward()
+    assert {key[5] for key in rows(path)} == {0, 2, 4, 6}
+
+
+def test_train_and_eval_count_for_themselves(path):
+    model = small()
+    model.compile(backend="aot_eager", fullgraph=True)
+    with recording(model, path, every=2, phases=("train", "eval"), kinds="activation", layers="0"):
+        for is_training in (True, False, True, True, False, False):
+            model.train(is_training)
+            model(torch.ones(3, 4))
+    assert sorted(key[3:6] for key in rows(path)) == [("eval", 0, 0), ("eval", 0, 2), ("train", 0, 0), ("train", 0, 2)]
+
+
+def test_a_batch_that_could_not_be_foreseen_is_a_row(path):
+    """With the automatic clock a compiled function that calls the root module twice begins two batches."""
+    model = small()
+    twice = torch.compile(lambda inputs: model(inputs) + model(inputs), backend="aot_eager", fullgraph=True)
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="could not be foreseen"),
+        recording(model, path, batches=[0, 3], kinds="activation", layers="0"),
+    ):
+        twice(torch.ones(3, 4))
+        twice(torch.ones(3, 4))
+    assert sorted((key[5], key[9]) for key in rows(path)) == [(0, "ok"), (3, "skipped")]
+
+
+def test_compiled_while_the_hooks_are_off(path):
+    """Eager first, so that idle batches have no hooks; then the model is compiled in an idle batch."""
+    model = small()
+    with recording(model, path, every=3, layers="0", kinds="activation") as recorder:
+        for batch in recorder.batches(range(7), epoch=0):
+            if batch == 2:
+                assert not model[0]._forward_hooks
+                model.compile(backend="aot_eager", fullgraph=True)
+            model(torch.ones(3, 4))
+    assert {key[5] for key in rows(path)} == {0, 3, 6}
+    assert not model[0]._forward_hooks
+
+
+def test_slowdown_leaves_batches_out_of_compiled_models_too(path):
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="batches are being left out")
+        with recording(model, path, max_slowdown=1e-6, kinds="activation") as recorder:
+            for _ in recorder.batches(range(6), epoch=0):
+                compiled_model(torch.ones(3, 4))
+            assert recorder.progress.num_skipped_batches
+    statuses = {key[5]: key[9] for key in rows(path)}
+    assert set(statuses) == set(range(6))
+    assert set(statuses.values()) == {"ok", "skipped"}
+
+
+# Before, after and beside -----------------------------------------------------------------------------------------
+
+
+def test_compiled_and_called_before_recording(path, caplog):
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled_model(torch.ones(3, 4)).sum().backward()
+    with recording(model, path) as recorder:
+        assert "compiled again" in caplog.text
+        batches()(compiled_model, recorder)
+    assert len(rows(path)) == 2 * (3 * 3 + 4)
+
+
+def test_one_recording_after_another(tmp_path):
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for name in ("a", "b"):
+        with recording(model, tmp_path / name) as recorder:
+            batches()(compiled_model, recorder)
+        compiled_model(torch.ones(3, 4)).sum().backward()
+    with recording(model, tmp_path / "a", mode="a") as recorder, recorder.at(epoch=1, batch=0):
+        compiled_model(torch.ones(3, 4)).sum().backward()
+    first = rows(tmp_path / "b")
+    assert len(first) == 2 * (3 * 3 + 4)
+    assert {key[4:6] for key in rows(tmp_path / "a")} == {(0, 0), (0, 1), (1, 0)}
+
+
+def test_two_recordings_at_once(tmp_path):
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with recording(model, tmp_path / "a") as a, a.at(epoch=0, batch=0):
+        compiled_model(torch.ones(3, 4)).sum().backward()
+        with recording(model, tmp_path / "b", layers="2") as b, b.at(epoch=5, batch=5):
+            compiled_model(torch.ones(3, 4)).sum().backward()
+        compiled_model(torch.ones(3, 4)).sum().backward()
+    assert len(rows(tmp_path / "a")) == 3 * (3 * 3 + 4)
+    assert {(key[0], *key[4:6]) for key in rows(tmp_path / "b")} == {("2", 5, 5)}
+
+
+def test_graphs_go_on_after_the_end_and_keep_nothing(path):
+    import gc
+    import weakref
+
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with recording(model, path) as recorder:
+        loss = compiled_model(torch.ones(3, 4)).sum()
+    num = len(rows(path)) 
+    loss.backward()
+    compiled_model(torch.ones(3, 4)).sum().backward()
+    assert len(rows(path)) == num
+    assert not [layer for layer in model.modules() if layer._forward_hooks or layer._forward_pre_hooks]
+    assert not compiled._layers
+    assert not compiled._ticks
+    hooks = weakref.ref(recorder._hooks)
+    del recorder
+    gc.collect()
+    assert hooks() is None
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_of_a_compiled_model_are_inert(path, how):
+    model = small()
+    model.compile(backend="aot_eager", fullgraph=True)
+    with recording(model, path, kinds=("activation", "gradient")) as recorder:
+        with recorder.at(epoch=0, batch=0):
+            expected = model(torch.ones(3, 4))
+        if how == "deepcopy":
+            twin = copy.deepcopy(model)
+        elif how == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        twin.compile(backend="aot_eager", fullgraph=True)
+        with recorder.at(epoch=0, batch=1):
+            assert torch.equal(twin(torch.ones(3, 4)), expected)
+    assert {key[5] for key in rows(path)} == {0}
+
+
+# Activation checkpointing around compiled blocks ------------------------------------------------------------------
+
+
+class AroundBlocks(nn.Module):
+    def __init__(self, *, use_reentrant=False):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs):
+        for _ in range(2):
+            inputs = checkpoint(self.block, inputs, use_reentrant=self.use_reentrant)
+        return inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_checkpointing_around_compiled_blocks(tmp_path, backend, order):
+    def train(model, recorder):
+        for _ in recorder.batches(range(2), epoch=0):
+            losses = [model(torch.full((2, 4), scale, requires_grad=True)).pow(2).sum() for scale in (1.0, 2.0)]
+            for which in order:
+                losses[which].backward()
+
+    model = AroundBlocks()
+    twin = copy.deepcopy(model)
+    options = {"layers": "block*", "kinds": ("activation", "gradient", "input")}
+    with recording(model, tmp_path / "eager", **options) as recorder:
+        train(model, recorder)
+    twin.block.compile(backend=backend, fullgraph=True)
+    with recording(twin, tmp_path / "compiled", **options) as recorder:
+        train(twin, recorder)
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
