@@ -35,6 +35,7 @@ from hookstore.watch import _as_view, _is_injective
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _LEAST_TORCH = (2, 11)  # the first with effects in the backward of a compiled model
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _log = logging.getLogger("hookstore")
 
 
@@ -153,8 +154,7 @@ def prepare() -> None:
     obstacle = why_none()
     if obstacle is not None:
         raise UnsupportedModelError(obstacle)
-    if torch._dynamo.compiled_autograd.compiled_autograd_enabled:
-        raise UnsupportedModelError("hookstore cannot follow compiled_autograd; switch it off while recording, or record without torch.compile")
+    _Traced.is_any = True
     for function in (begin, show, end):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
@@ -221,19 +221,23 @@ _begun = _Begun()
 def begin(number: int) -> None:
     """Begin a call of a layer."""
     if _graph_task() == -1:  # activation checkpointing computes it again
+        _refuse_cuda_graphs()
         _begun.sequence_nr[number] = _sequence_nr()
         torch.ops.hookstore.begin(number)
 
 
 def show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
     """Show what a layer's call gets."""
-    if _graph_task() == -1:
+    if _graph_task() == -1 and not any(map(_is_wrapped, values)):
         torch.ops.hookstore.show([value.detach() for value in values], number, kind, plan)
 
 
 def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan: int) -> None:  # noqa: FBT001
     """End a call of a layer."""
     if _graph_task() != -1:
+        return
+    if any(map(_is_wrapped, values)):
+        torch.ops.hookstore.end_without(number)
         return
     detached = [value.detach() for value in values]
     watched = [position for position, value in enumerate(values) if value.requires_grad] if takes_gradient and torch.is_grad_enabled() else []
@@ -245,6 +249,18 @@ def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan:
     bases = [id(values[position] if values[position]._base is None else values[position]._base) for position in watched]
     for position, base in zip(watched, bases, strict=True):
         _Watch(values[position], call, number, plan, position, has_own_base=bases.count(base) == 1)
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _refuse_cuda_graphs() -> None:
+    settings = sys.modules.get("torch._inductor.config")
+    if settings is not None and settings.triton.cudagraphs:
+        raise UnsupportedModelError(
+            "hookstore cannot record what runs as CUDA graphs (mode='reduce-overhead', 'triton.cudagraphs'), since replaying them runs no Python; "
+            "compile with mode='default' or 'max-autotune-no-cudagraphs'"
+        )
 
 
 def _save_for_backward() -> None:
@@ -268,14 +284,15 @@ class _Watch:
         self._unedited = output._version
         base = output._base
         self._base_view: tuple[Any, ...] | None = None
-        if output.is_leaf:
+        self._has_arrived = False
+        if _is_given(output):
             self._gap(0)
             return
         output.register_hook(self._of_output)
         if base is not None and not base.is_leaf:
             self._version = output.detach()  # shares the version counter
             began = _begun.sequence_nr.get(number)
-            is_inside = base.grad_fn is not None and began is not None and base.grad_fn._sequence_nr() >= began
+            is_inside = not _is_given(base) and began is not None and base.grad_fn._sequence_nr() >= began
             if has_own_base and is_inside and base.dtype == output.dtype and _is_injective(output):
                 offset = output.storage_offset() - base.storage_offset()
                 lazy = (base.is_conj() != output.is_conj(), base.is_neg() != output.is_neg())
@@ -288,12 +305,16 @@ class _Watch:
 
     def _of_output(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and not self._is_edited:
+            self._has_arrived = True
             torch.ops.hookstore.gradient(gradient.detach(), self._call, *self._which)
 
     def _of_base(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None or not self._is_edited:
+        has_arrived, self._has_arrived = self._has_arrived, False
+        if gradient is None or has_arrived:
             return
-        if self._base_view is None:
+        if not self._is_edited:
+            self._gap(2)
+        elif self._base_view is None:
             self._gap(1)
         else:
             torch.ops.hookstore.gradient(_as_view(gradient.detach(), *self._base_view), self._call, *self._which)
@@ -305,7 +326,15 @@ class _Watch:
 _NO_GRADIENT = (
     "the module returned what the compiled region was given, whose gradient comes about outside",
     "the output is a view that was edited in place, and the gradient of its base is not its own alone",
+    "the output is a view whose gradient did not arrive, while that of its base did, as when a compiled region returns several views of it",
 )
+_WRAPPED = "it is a functorch tensor (vmap, grad or jvp), which stands for many values"
+_REENTRANT = "the compiled region is computed again by reentrant checkpointing, where which call that is cannot be known; use use_reentrant=False"
+
+
+def _is_given(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor that requires grad comes from outside the graph."""
+    return tensor.grad_fn is None or not tensor.grad_fn.next_functions
 
 
 # When the graph runs ----------------------------------------------------------------------------------------------
@@ -342,14 +371,75 @@ def _run_end(values: Sequence[torch.Tensor], number: int, plan: int) -> None:
 
 def _run_end_watched(values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
     layer = _layers.get(number)
-    numbers = np.zeros(_NUM_CALL + len(_plans[plan][0]), dtype=np.int64)
-    numbers[0] = -1
-    if layer is not None and _graph_task() == -1:
-        call = _end(layer, values, plan)
+    with _undisturbed():
+        if _graph_task() != -1:
+            return torch.from_numpy(_numbers_again(layer, number, plan))
+        numbers = _no_call(plan)
+        call = None if layer is None else _end(layer, values, plan)
         if call is not None:
             here = call.coordinates
             numbers[:_NUM_CALL] = (PHASES.index(here.phase), here.epoch, here.batch, *call[1:])
-    return torch.from_numpy(numbers)
+        frame = _checkpoint_frame()
+        if frame is not None:
+            _checkpointed.setdefault(frame, _Checkpointed()).calls.setdefault(number, []).append(numbers)
+        return torch.from_numpy(numbers)
+
+
+def _run_end_without(number: int) -> None:
+    layer = _layers.get(number)
+    call = None if layer is None or _graph_task() != -1 else layer.end()
+    if layer is not None and call is not None:
+        layer.sink.skip_value(layer.name, "activation", call, _WRAPPED)
+
+
+def _no_call(plan: int) -> Numbers:
+    numbers = np.zeros(_NUM_CALL + len(_plans[plan][0]), dtype=np.int64)
+    numbers[0] = -1
+    return numbers
+
+
+# A compiled block inside an activation checkpoint runs again in the backward, as a whole, and makes the tensors anew that the backward gets. The frame of
+# the checkpoint says which forward that is.
+
+
+class _Checkpointed:
+    """What was called inside a checkpoint: for each layer its calls, and how many of them a backward has made again."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, list[Numbers]] = {}
+        self.num_again: dict[tuple[int, int], int] = {}
+
+
+_checkpointed: weakref.WeakKeyDictionary[Any, _Checkpointed] = weakref.WeakKeyDictionary()
+
+
+def _checkpoint_frame() -> Any:
+    """Return what stands for the innermost activation checkpoint that is computed now, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
+    if hooks is None:
+        return None
+    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
+    kept = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)) if isinstance(pack, types.FunctionType) else {}
+    if "target_frame_ref" in kept:
+        return kept["target_frame_ref"].cell_contents()
+    return kept["frame"].cell_contents if "frame" in kept else None
+
+
+def _numbers_again(layer: Tapped | None, number: int, plan: int) -> Numbers:
+    """Return the numbers of the call that is computed again."""
+    frame = _checkpoint_frame()
+    first = None if frame is None else _checkpointed.get(frame)
+    if first is not None:
+        key = (number, _graph_task())
+        position = first.num_again.get(key, 0)
+        first.num_again[key] = position + 1
+        calls = first.calls.get(number, ())
+        if position < len(calls):
+            return calls[position]
+    here = None if layer is None else layer.sink.clock.here()
+    if layer is not None and here is not None:
+        layer.sink.skip_value(layer.name, "gradient", Call(here, 0, layer.sink.clock.step, 0), _REENTRANT)
+    return _no_call(plan)
 
 
 def _end(layer: Tapped, values: Sequence[torch.Tensor], plan: int) -> Call | None:
@@ -387,7 +477,7 @@ def _run_no_gradient(call: torch.Tensor, number: int, plan: int, position: int, 
         layer.sink.skip_value(layer.name, "gradient", _call_of(numbers), _NO_GRADIENT[reason], leaf=_plans[plan][0][position])
 
 
-def _call_of(numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Call:
+def _call_of(numbers: Numbers) -> Call:
     phase, epoch, batch, *others = numbers[:_NUM_CALL].tolist()
     return Call(Coordinates(PHASES[phase], epoch, batch), *others)
 
@@ -420,6 +510,7 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
         ("show(Tensor[] values, int number, str kind, int plan) -> ()", _run_show, nothing),
         ("end(Tensor[] values, int number, int plan) -> ()", _run_end, nothing),
         ("end_watched(Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
+        ("end_without(int number) -> ()", _run_end_without, nothing),
         ("gradient(Tensor gradient, Tensor call, int number, int plan, int position) -> ()", _run_gradient, nothing),
         ("no_gradient(Tensor call, int number, int plan, int position, int reason) -> ()", _run_no_gradient, nothing),
     ):
@@ -454,7 +545,17 @@ def follow(follower: Any) -> None:
     meet_compiler()
 
 
+class _Traced:
+    """Whether any hook has been traced."""
+
+    is_any = False
+
+
 def _compiling_begins(*_arguments: object) -> None:
+    if _followers and _Traced.is_any and torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+        raise UnsupportedModelError(
+            "hookstore cannot record a compiled model under compiled_autograd, which would lose its gradients; switch it off, or record without torch.compile"
+        )
     for follower in list(_followers):
         follower.pin()
 

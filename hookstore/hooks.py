@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -177,7 +178,27 @@ class LayerHooks:
 
 def is_traced() -> bool:
     """Say whether the model is being traced instead of run, by something else than the compiler."""
-    return _is_tracing() or _is_symbolically_traced()
+    if _is_tracing():
+        _JitTrace.may_be_checked = True
+        return True
+    return _is_symbolically_traced() or (_JitTrace.may_be_checked and _JitTrace.is_checked())
+
+
+class _JitTrace:
+    """The check that `torch.jit.trace` makes of its work, which calls the model outside the trace."""
+
+    may_be_checked = False  # since something has been traced
+
+    @classmethod
+    def is_checked(cls) -> bool:
+        """Say whether this is a call of the check; that costs a walk up the stack, and so is looked at only until the trace is left."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == torch.jit._trace.__file__:
+                return True
+            frame = frame.f_back
+        cls.may_be_checked = False
+        return False
 
 
 class _PreHook(InertCopy):
