@@ -112,6 +112,7 @@ class Taps:
         _ticks.pop(self.number, None)
         for number in self._layers:
             _layers.pop(number, None)
+        _Traced.is_any = _Traced.is_any and bool(_layers)
 
 
 # In the trace -----------------------------------------------------------------------------------------------------
@@ -552,7 +553,8 @@ class _Traced:
 
 
 def _compiling_begins(*_arguments: object) -> None:
-    if _followers and _Traced.is_any and torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if autograd is not None and _Traced.is_any and (autograd.compiled_autograd_enabled or autograd.in_compiled_autograd_region):
         raise UnsupportedModelError(
             "hookstore cannot record a compiled model under compiled_autograd, which would lose its gradients; switch it off, or record without torch.compile"
         )
