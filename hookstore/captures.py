@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -24,7 +25,7 @@ _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
 MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not this much
 _MOST_SOURCES = 2**22
-_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason")
+_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "loss_scale")
 
 
 class LayerRun:
@@ -73,10 +74,16 @@ class LayerRun:
 class Captures:
     """The captures of one layer and kind: ``captures[epoch, batch]``."""
 
-    def __init__(self, run: Run, layer: str, kind: str) -> None:
+    def __init__(self, run: Run, layer: str, kind: str, *, is_raw: bool = False) -> None:
         self.run = run
         self.layer = layer
         self.kind = kind
+        self._is_raw = is_raw
+
+    @property
+    def raw(self) -> Captures:
+        """The same as it is stored: gradients stay multiplied by the loss scale that they came with."""
+        return Captures(self.run, self.layer, self.kind, is_raw=True)
 
     def __getitem__(self, where: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `get`."""
@@ -114,7 +121,7 @@ class Captures:
         -------
         numpy.ndarray
             Exactly what the model computed, in true shape and dtype (bfloat16 and float8 as ml_dtypes types). Read-only, and where the run is not compressed
-            it lies in the file's own pages: copy it to change it.
+            it lies in the file's own pages: copy it to change it. A gradient with a loss scale is divided by it in float32; see `raw`.
 
         Raises
         ------
@@ -124,7 +131,7 @@ class Captures:
             If the bytes on disk do not match their checksum.
         """
         position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
-        return self.run.read(self._index.place(position))
+        return self.run.read(self._index.place(position), raw=self._is_raw)
 
     def tensor(
         self,
@@ -141,13 +148,18 @@ class Captures:
         import torch
 
         position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
-        bits, dtype = self.run._read_bits(self._index.place(position))
+        place = self._index.place(position)
+        bits, dtype = self.run._read_bits(place)
         kind = getattr(torch, dtype.name, None)
         if kind is None:
             raise OptionError(f"dtype {dtype.name} needs a newer torch than {torch.__version__}", option="dtype")
         if bits.size == 0:
             return torch.empty(bits.shape, dtype=kind)
-        return torch.frombuffer(bytearray(bits.tobytes()), dtype=kind).reshape(bits.shape)
+        tensor = torch.frombuffer(bytearray(bits.tobytes()), dtype=kind).reshape(bits.shape)
+        scale = place["loss_scale"]
+        if self._is_raw or math.isnan(scale) or not (kind.is_floating_point or kind.is_complex):
+            return tensor
+        return tensor.to(torch.promote_types(kind, torch.float32)) / torch.tensor(scale, dtype=torch.float32)
 
     def row(
         self,
@@ -365,6 +377,8 @@ class RowIndex:
     def _column(self, name: str) -> np.ndarray[Any, Any]:
         """Return a column as numbers; those of text count into the texts kept aside."""
         column = self.coded[name].combine_chunks()
+        if name == "loss_scale":
+            return _with_nan(column)
         if name in TEXT_COLUMNS:
             self._texts[name] = column.dictionary.to_pylist()
             column = column.indices
@@ -429,6 +443,10 @@ class RowIndex:
     def _code(self, name: str, value: str) -> int:
         return self._texts[name].index(value) if value in self._texts[name] else -1
 
+    def scales(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the loss scales at those positions as float32, NaN where there is none."""
+        return np.asarray(self._columns["loss_scale"][positions], dtype=np.float32)
+
     def find(self, phase: str, *, epoch: int, batch: int, call: int) -> np.ndarray[Any, Any]:
         """Return the positions of the rows at those coordinates, in order of attempt, backward and time."""
         low, high = 0, len(self._order)
@@ -473,6 +491,16 @@ class RowIndex:
     def only_captured(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Keep the positions of rows that have a tensor."""
         return np.asarray(positions[self._columns["status"][positions] == self._code("status", "ok")])
+
+
+def _with_nan(column: pa.Array) -> np.ndarray[Any, Any]:
+    """Return floats with NaN for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
+    validity, contents = column.buffers()
+    values = np.frombuffer(contents, dtype="<f8", count=len(column), offset=8 * column.offset).copy()
+    if column.null_count:
+        bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")
+        values[bits[column.offset : column.offset + len(column)] == 0] = math.nan
+    return values
 
 
 def _overlapping(places: list[dict[str, Any]]) -> set[tuple[str, str, int, int]]:

@@ -340,7 +340,8 @@ def _is_given(tensor: torch.Tensor) -> bool:
 
 # When the graph runs ----------------------------------------------------------------------------------------------
 
-_NUM_CALL = 3 + len(Call._fields) - 1  # numbers that a call is
+_CALL_FIELDS = 4  # of a call, after its coordinates: number, step, sequence_nr, structure
+_NUM_CALL = 3 + _CALL_FIELDS  # numbers that a call is
 
 
 def _run_tick(number: int, is_watched: bool) -> None:  # noqa: FBT001
@@ -379,7 +380,7 @@ def _run_end_watched(values: Sequence[torch.Tensor], number: int, plan: int) -> 
         call = None if layer is None else _end(layer, values, plan)
         if call is not None:
             here = call.coordinates
-            numbers[:_NUM_CALL] = (PHASES.index(here.phase), here.epoch, here.batch, *call[1:])
+            numbers[:_NUM_CALL] = (PHASES.index(here.phase), here.epoch, here.batch, *call[1 : 1 + _CALL_FIELDS])
         frame = _checkpoint_frame()
         if frame is not None:
             _checkpointed.setdefault(frame, _Checkpointed()).calls.setdefault(number, []).append(numbers)

@@ -28,6 +28,7 @@ MAKING_PREFIX = ".making-"  # directories in the run that are about to become gr
 WRITING_SUFFIX = ".writing"  # files that are about to take the place of others; their names begin with a dot
 
 KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
+SCALED_KINDS = ("gradient", "input_gradient")  # what a GradScaler multiplies; the optimizer sees parameters' gradients without
 PHASES = ("train", "eval")
 LARGEST_COORDINATE = 2**40  # epochs and batches: what every Zarr reader takes as an extent
 
@@ -80,6 +81,7 @@ class Row(NamedTuple):
     crc32c: int
     status: str
     reason: str
+    structure: str = ""
 
 
 # Column, Arrow type, meaning. The order is that of Row.
@@ -104,7 +106,11 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("dtype", "string", "torch dtype of what is stored"),
     ("nbytes", "int64", "bytes of the tensor itself, without padding and before encoding"),
     ("wall_time", "timestamp[us, UTC]", "when the capture was staged"),
-    ("loss_scale", "float64", "scale that the gradient carries; null where none is known"),
+    (
+        "loss_scale",
+        "float64",
+        "scale of a GradScaler that the stored gradient carries, and that reading divides by; null where there is none",
+    ),
     ("shard", "string", "Zarr key of the shard"),
     ("offset", "int64", "first byte of the chunk in the shard"),
     ("length", "int64", "bytes of the chunk in the shard, its crc32c included"),
@@ -116,6 +122,11 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
         "`partial` (cut short) and `stopped` (recording ended there, for `max_bytes`)",
     ),
     ("reason", "string", "why the status is not `ok`"),
+    (
+        "structure",
+        "string",
+        "how the value is built of which this tensor is a leaf, as JSON; empty for a plain tensor. Runs made before this column was there have none",
+    ),
 )
 
 STATUSES = ("ok", "dropped", "skipped", "lost", "partial", "stopped")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import threading
 import weakref
@@ -123,7 +124,7 @@ class LayerHooks:
             counter = coordinates.calls.setdefault(self.name, itertools.count())
         self.was_called = True
         # (next is atomic: replicas of a module run on several threads)
-        call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr()))  # half the time of Call(…)
+        call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan))  # half the time of Call(…)
         stack.append(call)
         return call
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
@@ -95,19 +97,25 @@ class Call(NamedTuple):
         Optimizer steps done before.
     sequence_nr : int
         Autograd's counter when the call began: what was made later was made inside.
+    structure : int
+        Which structure the value has whose leaves are captured; see `hookstore.staging.Stager.structures`.
+    scale : float or torch.Tensor
+        Loss scale that a gradient carries, as a tensor of one float32 where it is on a device; NaN for none.
     """
 
     coordinates: Coordinates
     number: int
     step: int
     sequence_nr: int
+    structure: int = 0
+    scale: float | torch.Tensor = math.nan
 
 
 @dataclass(slots=True)
 class Capture:
     """One tensor on its way to disk: everything that its manifest row needs and that only the hook knows.
 
-    Not frozen: the stager fills in the last three fields, once, before it hands the capture over.
+    Not frozen: the stager fills in array, status and reason, once, before it hands the capture over.
 
     Attributes
     ----------
@@ -125,6 +133,10 @@ class Capture:
         Where its bytes go; ``None`` where it has none (an empty tensor, a gap).
     status, reason : str
         As in the manifest.
+    structure : int
+        As in `Call`.
+    scale : float or torch.Tensor
+        As in `Call`.
     """
 
     layer: str
@@ -140,6 +152,8 @@ class Capture:
     array: Array | None = None
     status: str = "ok"
     reason: str = ""
+    structure: int = 0
+    scale: float | torch.Tensor = math.nan
 
 
 class ArrayCatalog:

@@ -15,7 +15,7 @@ import struct
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ _TYPES: dict[str, pa.DataType] = {
     "timestamp[us, UTC]": pa.timestamp("us", tz="UTC"),
 }
 SCHEMA = pa.schema([pa.field(name, _TYPES[kind], nullable=name == "loss_scale") for name, kind, _ in MANIFEST_COLUMNS])
+_EARLIER_SCHEMA = SCHEMA.remove(SCHEMA.get_field_index("structure"))  # of runs made before that column was there
 TEXT_COLUMNS = tuple(field.name for field in SCHEMA if field.type == pa.string())
 # The same with each text as a number that counts into the few texts of its column: read in half the time, and searched in a fifth.
 CODED_SCHEMA = pa.schema(
@@ -85,6 +86,7 @@ _MOST_DIMS = 64
 _MOST_PIECES = 1 << 20
 _MOST_MISSING = 100  # that are listed
 _LEAST_TIME, _MOST_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999  # years 1 to 9999, all that Python has
+Value = TypeVar("Value")
 Key = tuple[int, int, int]  # of a segment or part: rank, attempt, index
 # What pyarrow and struct raise for bytes of any other kind.
 _NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
@@ -102,10 +104,21 @@ NUMBERS_DTYPE = np.dtype(
         ("backward", "<i4"),
         ("crc32c", "<u4"),
         ("shape", "<u4"),
+        ("origin", "<u4"),
     ]
 )
-"""What differs between the rows of a block; ``shape`` counts through the block's shapes."""
+"""What differs between the rows of a block; ``shape`` counts through the block's shapes, and ``origin`` through its origins."""
 _NUMBERS = frozenset(NUMBERS_DTYPE.names or ())
+
+
+class Origin(NamedTuple):
+    """What a tensor was part of, and what it was multiplied by: structure and loss scale as in `hookstore.format.Row`."""
+
+    structure: str = ""
+    loss_scale: float | None = None
+
+
+_PLAIN = Origin()
 
 
 @dataclass(slots=True)
@@ -114,10 +127,12 @@ class RowBlock:
 
     Attributes
     ----------
-    phase, layer, kind, leaf, rank, attempt, array, dtype, loss_scale, shard, status, reason
+    phase, layer, kind, leaf, rank, attempt, array, dtype, shard, status, reason
         As in `hookstore.format.Row`.
     shapes : list of tuple of int
         True shapes that occur.
+    origins : list of Origin
+        Structures and loss scales that occur.
     numbers : numpy.ndarray
         The rows, `NUMBERS_DTYPE`.
     """
@@ -130,11 +145,11 @@ class RowBlock:
     attempt: int
     array: str
     dtype: str
-    loss_scale: float | None
     shard: str
     status: str
     reason: str
     shapes: list[tuple[int, ...]]
+    origins: list[Origin]
     numbers: np.ndarray[Any, Any]
 
     @classmethod
@@ -153,6 +168,7 @@ class RowBlock:
                     row.backward,
                     row.crc32c,
                     0,
+                    0,
                 )
             ],
             dtype=NUMBERS_DTYPE,
@@ -166,11 +182,11 @@ class RowBlock:
             attempt=row.attempt,
             array=row.array,
             dtype=row.dtype,
-            loss_scale=row.loss_scale,
             shard=row.shard,
             status=row.status,
             reason=row.reason,
             shapes=[row.shape],
+            origins=[Origin(row.structure, row.loss_scale)],
             numbers=numbers,
         )
 
@@ -184,6 +200,7 @@ def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
     num_rows = sum(counts)
     # (not by np.concatenate, which looks for a common dtype again for every block)
     numbers = np.frombuffer(b"".join([block.numbers.tobytes() for block in blocks]), dtype=NUMBERS_DTYPE)
+    origins, origin_counts = zip(*(run for block in blocks for run in _runs(block.origins, block.numbers["origin"])), strict=True)
     columns = []
     for field in SCHEMA:
         if field.name == "shape":
@@ -191,9 +208,11 @@ def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
         elif field.name == "nbytes":
             columns.append(_plain_column(field.type, b"".join(map(_nbytes, blocks)), num_rows))
         elif field.name == "loss_scale":
-            scales = np.repeat([np.nan if block.loss_scale is None else block.loss_scale for block in blocks], counts)
-            known = np.packbits(np.repeat([block.loss_scale is not None for block in blocks], counts), bitorder="little")
+            scales = np.repeat([np.nan if origin.loss_scale is None else origin.loss_scale for origin in origins], origin_counts)
+            known = np.packbits(np.repeat([origin.loss_scale is not None for origin in origins], origin_counts), bitorder="little")
             columns.append(_plain_column(field.type, scales, num_rows, known))
+        elif field.name == "structure":
+            columns.append(_text_column([origin.structure.encode() for origin in origins], origin_counts))
         elif field.name in _NUMBERS:
             columns.append(_plain_column(field.type, np.ascontiguousarray(numbers[field.name]), num_rows))
         elif field.type == pa.string():
@@ -218,7 +237,7 @@ def _text_column(texts: Sequence[bytes], counts: Sequence[int]) -> pa.Array:
 def _shape_column(blocks: Sequence[RowBlock]) -> pa.Array:
     lengths, counts, contents = [], [], []
     for block in blocks:
-        for shape, count in _shape_runs(block):
+        for shape, count in _runs(block.shapes, block.numbers["shape"]):
             lengths.append(len(shape))
             counts.append(count)
             contents.append(struct.pack(f"<{len(shape)}q", *shape) * count)
@@ -227,11 +246,11 @@ def _shape_column(blocks: Sequence[RowBlock]) -> pa.Array:
     return pa.Array.from_buffers(pa.list_(pa.int64()), len(offsets) - 1, [None, pa.py_buffer(offsets)], children=[values])
 
 
-def _shape_runs(block: RowBlock) -> Iterable[tuple[tuple[int, ...], int]]:
-    """Return the shapes of a block's rows in order, and how many rows in a row have each."""
-    if len(block.shapes) == 1:
-        return [(block.shapes[0], len(block.numbers))]
-    return [(block.shapes[position], len(list(run))) for position, run in itertools.groupby(block.numbers["shape"].tolist())]
+def _runs(values: Sequence[Value], positions: npt.NDArray[Any]) -> Iterable[tuple[Value, int]]:
+    """Return what the positions count through, in their order, and how many in a row are the same."""
+    if len(values) == 1:
+        return [(values[0], len(positions))]
+    return [(values[position], len(list(run))) for position, run in itertools.groupby(positions.tolist())]
 
 
 def _offsets(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
@@ -243,7 +262,9 @@ def _offsets(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 def _nbytes(block: RowBlock) -> bytes:
     """Return the bytes of each row's tensor as int64, little-endian."""
     itemsize = DTYPES[block.dtype].itemsize if block.status == "ok" and block.dtype else 0
-    return b"".join([struct.pack("<q", math.prod(shape) * itemsize) * count for shape, count in _shape_runs(block)])
+    return b"".join(
+        [struct.pack("<q", math.prod(shape) * itemsize) * count for shape, count in _runs(block.shapes, block.numbers["shape"])]
+    )
 
 
 class ShardRows:
@@ -258,6 +279,7 @@ class ShardRows:
     def __init__(self, spool: Spool) -> None:
         self._numbers = SpooledRecords(spool, NUMBERS_DTYPE)
         self._shapes: dict[tuple[int, ...], int] = {}
+        self._origins: dict[Origin, int] = {}
         self._first: RowBlock | None = None
 
     def append(self, block: RowBlock) -> None:
@@ -267,6 +289,8 @@ class ShardRows:
         positions = [self._shapes.setdefault(shape, len(self._shapes)) for shape in block.shapes]
         numbers = block.numbers.copy()
         numbers["shape"] = np.array(positions, dtype="<u4")[numbers["shape"]]
+        origins = [self._origins.setdefault(origin, len(self._origins)) for origin in block.origins]
+        numbers["origin"] = np.array(origins, dtype="<u4")[numbers["origin"]]
         self._numbers.append(numbers)
 
     @property
@@ -274,7 +298,8 @@ class ShardRows:
         """The rows in their order."""
         if self._first is None:
             return []
-        return [make_batch([replace(self._first, shapes=list(self._shapes), numbers=self._numbers.read())])]
+        block = replace(self._first, shapes=list(self._shapes), origins=list(self._origins), numbers=self._numbers.read())
+        return [make_batch([block])]
 
     def clear(self) -> None:
         """Forget the rows."""
@@ -303,7 +328,7 @@ def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
     messages = iter(pa.ipc.MessageReader.open_stream(stream))
     first = next(messages, None)
     schema = None if first is None else pa.ipc.read_schema(first)
-    if schema is None or not schema.equals(SCHEMA):
+    if schema is None or not _is_known(schema):
         raise ValueError("the rows have another schema")
     return [_read_batch(message, schema) for message in messages]
 
@@ -550,7 +575,7 @@ def read_segment(contents: bytes) -> Segment:
             damaged.append(position)
         elif kind == FRAME_SCHEMA:
             schema = pa.ipc.read_schema(pa.py_buffer(payload))
-            if not schema.equals(SCHEMA):
+            if not _is_known(schema):
                 raise ValueError("it has another schema")
         elif kind == FRAME_ROWS and schema is not None:
             batches.append(_read_batch(pa.ipc.read_message(pa.py_buffer(payload)), schema))
@@ -576,7 +601,18 @@ def _read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
         raise ValueError(f"there is a {message.type} where rows are expected")
     if _is_compressed(message.metadata.to_pybytes()):
         raise ValueError("the rows are compressed")
-    return _checked(pa.ipc.read_record_batch(message, schema))
+    return _checked(_widened(pa.ipc.read_record_batch(message, schema)))
+
+
+def _is_known(schema: pa.Schema) -> bool:
+    return bool(schema.equals(SCHEMA) or schema.equals(_EARLIER_SCHEMA))
+
+
+def _widened(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
+    """Return rows of an earlier run with the column that they lack."""
+    if "structure" in rows.schema.names:
+        return rows
+    return rows.append_column(SCHEMA.field("structure"), pa.array([""] * rows.num_rows, type=pa.string()))
 
 
 def _is_compressed(metadata: bytes) -> bool:
@@ -790,7 +826,8 @@ def _check_sizes(contents: bytes) -> None:
     try:
         footer = _read_thrift(contents[-8 - num_bytes : -8], 0, _STRUCT)[0]
         num_rows, groups = footer[3], footer[4]
-        if not 0 <= num_rows <= _MOST_PIECE_ROWS or len(groups) > _MOST_ROW_GROUPS or any(len(group[1]) != len(SCHEMA) for group in groups):
+        nums_columns = {len(group[1]) for group in groups}
+        if not 0 <= num_rows <= _MOST_PIECE_ROWS or len(groups) > _MOST_ROW_GROUPS or nums_columns - {len(SCHEMA), len(_EARLIER_SCHEMA)}:
             raise ValueError(f"it has {num_rows:,} rows in {len(groups):,} groups of other columns")
         for column in (column[3] for group in groups for column in group[1]):
             if not 0 <= column[5] <= (num_rows + 1) * _MOST_DIMS or not 0 <= column[6] <= _MOST_PIECE_BYTES:
@@ -902,8 +939,9 @@ def load_part(path: str, crc: int) -> pa.Table:
             )
         _check_sizes(contents)
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
-        part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=list(TEXT_COLUMNS), page_checksum_verification=True)
-        rows = _checked(part.read(), CODED_SCHEMA)
+        texts = [name for name in TEXT_COLUMNS if name in pq.read_schema(pa.BufferReader(contents)).names]
+        part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts, page_checksum_verification=True)
+        rows = _checked(_widened(part.read()), CODED_SCHEMA)
         _check_times(rows)
         _check_texts(rows)
     except (FileNotFoundError, CorruptRunError):

@@ -108,6 +108,7 @@ def record(
     max_slowdown: float | None = None,
     max_bytes: int | None = None,
     on_sigterm: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Recorder:
     """Record a model's activations and gradients into a new run while it trains.
 
@@ -154,6 +155,9 @@ def record(
     on_sigterm : None or "flush"
         What SIGTERM does. By default nothing of ours: what was acknowledged survives. ``"flush"`` makes durable everything captured before the signal, while
         training goes on, and then calls the handler that was there before, or ends the process as the signal would have.
+    scaler : torch.amp.GradScaler, optional
+        What scales the loss. Gradients are stored as they come, with the scale of that moment beside them; reading divides by it in float32 (`Captures.raw`
+        does not). Give it only if every backward is of a scaled loss.
 
     Returns
     -------
@@ -190,6 +194,8 @@ def record(
     if on_sigterm is not None:
         _check_choice("on_sigterm", on_sigterm, ("flush",))
         check_main_thread()
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise OptionError(f"scaler: expected a torch.amp.GradScaler, got {scaler!r} of type {type(scaler).__name__}", option="scaler")
     codecs = {name: codec_metadata(codec, name) for name in DTYPES}
     selected = select_layers(model, layers)
     description = {
@@ -218,6 +224,7 @@ def record(
             budget=None if max_slowdown is None else Budget(float(max_slowdown)),
             disk=None if max_bytes is None else DiskBudget(run_path, max_bytes),
             flush_on_sigterm=on_sigterm == "flush",
+            scaler=scaler,
             lock=lock,
             leftover=leftover,
         )
@@ -253,6 +260,7 @@ class Recorder:
         budget: Budget | None,
         disk: DiskBudget | None,
         flush_on_sigterm: bool,
+        scaler: torch.amp.GradScaler | None,
         lock: RunLock,
         leftover: Leftover,
     ) -> None:
@@ -289,7 +297,7 @@ class Recorder:
             leftover=leftover,
             under_way=lambda: (self._clock.under_way, self._clock.step),
         )
-        self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure)
+        self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure, scaler=scaler)
         self._hooks = ModelHooks(model, layers, kinds, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch

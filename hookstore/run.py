@@ -5,6 +5,7 @@ Reading goes by the manifest, never by what lies in the directories. A run is un
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from hookstore.format import (
 from hookstore.lock import holder
 from hookstore.manifest import SCHEMA, ManifestReader
 from hookstore.metadata import read_array, read_description
+from hookstore.samples import divide
 from hookstore.shards import Chunk, ShardReader
 
 _OF_ARRAY = ("dtype", "layer", "kind", "phase", "leaf")  # what all rows of an array have in common
@@ -323,13 +325,15 @@ class Run:
         bits = pa.py_buffer(np.packbits(is_wanted, bitorder="little"))
         return self._rows.filter(pa.Array.from_buffers(pa.bool_(), len(is_wanted), [None, bits]))
 
-    def read(self, row: dict[str, Any]) -> np.ndarray[Any, Any]:
+    def read(self, row: dict[str, Any], *, raw: bool = False) -> np.ndarray[Any, Any]:
         """Read the tensor of one manifest row.
 
         Parameters
         ----------
         row : dict
             As ``run.manifest.slice(i, 1).to_pylist()[0]`` gives it.
+        raw : bool
+            Leave a gradient multiplied by its loss scale, as it is stored, instead of dividing in float32.
 
         Returns
         -------
@@ -344,7 +348,13 @@ class Run:
             If the row makes no sense or the bytes do not match their checksum.
         """
         array, dtype = self._read_bits(row)
-        return array.view(_numpy_dtype(row, dtype))
+        values = array.view(_numpy_dtype(row, dtype))
+        scale = row.get("loss_scale")
+        if raw or scale is None or math.isnan(scale) or values.dtype.kind in "biu":
+            return values
+        divided = divide(values, np.float32(scale))
+        divided.flags.writeable = False
+        return divided
 
     def _type_of(self, row: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the NumPy dtype and the shape of a row's tensor."""

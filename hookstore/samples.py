@@ -49,14 +49,23 @@ class Samples:
         self._index = captures._index  # positions count into this one, also after the run was refreshed
         self._positions = positions
         first = self._index.place(int(positions[0]))
-        self.dtype, shape = captures.run._type_of(first)
+        self._stored_dtype, shape = captures.run._type_of(first)
+        self.dtype = self._stored_dtype
         self._leading, rest = self._split(shape, dims)
         # Where each capture begins, and where the last one ends.
         self._starts = np.concatenate([[0], np.cumsum(np.prod(self._leading, axis=1))])
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *rest)
         sizes = np.diff(self._starts)
         self._rows_each = int(sizes[0]) if (sizes == sizes[0]).all() else 0  # where all captures have as many rows
-        self._row_bytes = math.prod(rest) * self.dtype.itemsize
+        self._row_bytes = math.prod(rest) * self._stored_dtype.itemsize
+        scales = self._index.scales(positions)
+        self._scales = (
+            None
+            if captures._is_raw or np.isnan(scales).all() or self.dtype.kind in "biu"
+            else np.where(np.isnan(scales), np.float32(1), scales)
+        )
+        if self._scales is not None:
+            self.dtype = _unscaled_dtype(self.dtype)
         # Which shard each capture is in. Of those whose chunk was checked, its first byte there (0 where it has to be decoded).
         self._source_of = self._index.sources(positions)
         self._is_checked = np.zeros(len(positions), dtype=bool)
@@ -78,7 +87,7 @@ class Samples:
             raise self._differ(np.flatnonzero(is_other), shape, dims)
         leading, rest = sizes[:, :dims], shape[dims:]
         try:
-            np.empty((0, *rest), dtype=self.dtype)
+            np.empty((0, *rest), dtype=self._stored_dtype)
             is_possible = (leading >= 0).all() and np.prod(leading, axis=1, dtype=np.float64).sum() < 2**62
         except ValueError:
             is_possible = False
@@ -126,7 +135,11 @@ class Samples:
             If the bytes on disk do not match their checksum, or the manifest makes no sense.
         """
         wanted = np.arange(*indices.indices(len(self))) if isinstance(indices, slice) else self._resolve(indices)
-        return self._gather(wanted.reshape(-1)).view(self.dtype).reshape((*wanted.shape, *self.shape[1:]))
+        rows = self._gather(wanted.reshape(-1)).view(self._stored_dtype).reshape((*wanted.shape, *self.shape[1:]))
+        if self._scales is None:
+            return rows
+        scales = self._scales[self._captures_of(wanted.reshape(-1))].reshape(wanted.shape + (1,) * (len(self.shape) - 1))
+        return divide(rows, scales)
 
     def where(self, index: SupportsIndex) -> tuple[int, ...]:
         """Say where a row comes from.
@@ -229,7 +242,7 @@ class Samples:
     def _locate(self, source: _Source, rows: np.ndarray[Any, Any], captures: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return where rows of one source begin there, or inside their decoded chunks, in bytes."""
         dims = self._leading.shape[1]
-        stride = math.prod(source.chunk_shape[dims:]) * self.dtype.itemsize
+        stride = math.prod(source.chunk_shape[dims:]) * self._stored_dtype.itemsize
         offsets, positions = self._offsets[captures], rows - self._starts[captures]
         for axis in range(dims - 1, 0, -1):  # counted in the captures' true shapes, they lie in the chunks' shape
             positions, along = np.divmod(positions, self._leading[captures, axis])
@@ -240,19 +253,29 @@ class Samples:
     def _read(self, source: _Source, offsets: np.ndarray[Any, Any], decoded: memoryview | None = None) -> np.ndarray[Any, Any]:
         """Return the bytes of the rows at those offsets, without padding."""
         padded_shape = source.chunk_shape[self._leading.shape[1] :]
-        num_bytes = math.prod(padded_shape) * self.dtype.itemsize
+        num_bytes = math.prod(padded_shape) * self._stored_dtype.itemsize
         if decoded is None:
             pieces = self._captures.run._reader.gather(source.array, source.shard, offsets, num_bytes)
         else:
             pieces = gather_pieces(decoded, offsets, num_bytes)
         if padded_shape == self.shape[1:]:
             return pieces
-        elements = pieces.view(f"V{self.dtype.itemsize}").reshape(len(offsets), *padded_shape)
+        elements = pieces.view(f"V{self._stored_dtype.itemsize}").reshape(len(offsets), *padded_shape)
         kept = np.ascontiguousarray(elements[(slice(None), *map(slice, self.shape[1:]))])
         return kept.reshape(len(offsets), -1).view(np.uint8)
 
     def __repr__(self) -> str:
         return f"<hookstore.Samples: {self.shape} {self.dtype} of {self._captures.kind} of layer {self._captures.layer!r}>"
+
+
+def divide(gradients: np.ndarray[Any, Any], scales: Any) -> np.ndarray[Any, Any]:
+    """Divide gradients by the loss scale that they carry, in float32, or in their own dtype where that is wider."""
+    with np.errstate(all="ignore"):  # what has overflowed is infinite, and a run may hold any scale
+        return np.asarray(gradients.astype(_unscaled_dtype(gradients.dtype)) / scales)
+
+
+def _unscaled_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.kind == "c" or dtype == np.float64 else np.dtype(np.float32)
 
 
 def _stretches(values: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.files import DiskBudgetSpent
-from hookstore.format import DTYPES
+from hookstore.format import DTYPES, SCALED_KINDS
 from hookstore.layout import Array, Call, Capture
 from hookstore.schedule import Clock, Coordinates
 from hookstore.staging import Stager
@@ -36,10 +37,15 @@ class Sink:
         What floating-point tensors are cast to.
     disable_on_failure : bool
         Whether a failure of the writer ends capturing with a warning instead of reaching the training loop.
+    scaler : torch.amp.GradScaler or None
+        What the loss is scaled by.
     """
 
-    def __init__(self, stager: Stager, clock: Clock, *, dtype: str | None, disable_on_failure: bool) -> None:
+    def __init__(
+        self, stager: Stager, clock: Clock, *, dtype: str | None, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         self.is_active = True
+        self._scaler = scaler
         self.clock = clock
         self._stager = stager
         self._stored = {
@@ -54,6 +60,8 @@ class Sink:
         """Stage one tensor, or note why it cannot be."""
         if not self.is_active:
             return
+        if self._scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
+            call = call._replace(scale=_scale_of(self._scaler))
         key: tuple[object, ...] | None = None
         array = None
         try:
@@ -84,6 +92,7 @@ class Sink:
         dtype = self._stored.get(tensor.dtype, "")
         shape = () if reason else tuple(tensor.shape)
         capture = Capture(layer, kind, leaf, dtype, call.coordinates, call.number, backward, call.step, shape, time.time_ns() // 1000)
+        capture.structure, capture.scale = call.structure, call.scale
         try:
             if reason is not None:
                 self.skip(capture, reason)
@@ -94,6 +103,10 @@ class Sink:
         if key is not None and self._is_whole(capture, tensor):
             assert capture.array is not None
             self._known[key] = capture.array
+
+    def structure(self, text: str) -> int:
+        """Return the number that a call carries for the structure of its value."""
+        return self._stager.structure(text)
 
     def _is_whole(self, capture: Capture, tensor: torch.Tensor) -> bool:
         """Say whether what comes like this one is copied byte by byte within the host, as a whole chunk."""
@@ -201,10 +214,24 @@ class Sink:
         if not self.is_active:
             return
         capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
+        capture.structure = call.structure
         try:
             self.skip(capture, reason)
         except BaseException as error:
             self._failed(error, capture)
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Say whether a dtype is of whole numbers, which no scale multiplies: indices of a sparse gradient, say."""
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _scale_of(scaler: torch.amp.GradScaler) -> float | torch.Tensor:
+    """Return the scale of the loss now: as a number where that costs nothing, as a tensor of its own device otherwise."""
+    scale = scaler._scale if scaler.is_enabled() else None
+    if scale is None:  # no loss has been scaled yet
+        return math.nan
+    return float(scale) if scale.is_cpu else scale
 
 
 def why_not(tensor: torch.Tensor) -> str | None:

@@ -6,6 +6,7 @@ giving the lock away and getting it back.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import time
@@ -26,15 +27,18 @@ from hookstore.files import DiskBudget, DiskBudgetSpent
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
 from hookstore.layout import Array, ArrayCatalog, Call, Capture
 
-NOTE = struct.Struct("<5qiII4x")
+NOTE = struct.Struct("<5qiIIIf4x")
 NOTE_DTYPE = np.dtype(
     {
-        "names": ["epoch", "batch", "call", "step", "wall_time", "backward", "crc32c", "has_crc32c"],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4"],
+        "names": ["epoch", "batch", "call", "step", "wall_time", "backward", "crc32c", "has_crc32c", "structure", "scale"],
+        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4", "<u4", "<f4"],
         "itemsize": NOTE.size,
     }
 )
-"""What stands about each capture behind the slots of its region: coordinates, and the checksum where it was taken with the copy."""
+"""What stands about each capture behind the slots of its region: coordinates, the checksum where it was taken with the copy, which structure its value has,
+and the loss scale (NaN for none)."""
+
+_SCALE_OFFSET = NOTE.size - 8
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PIECE_BYTES = 8 << 20
@@ -274,6 +278,8 @@ class Stager:
         self.arena_bytes = arena.numel()
         self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
         self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.structures = [""]
+        self._structure_numbers = {"": 0}
         self.failure: BaseException | None = None
         self.num_dropped = 0
         self._num_handed_over = 0  # captures, and their bytes, in regions that are closed
@@ -418,9 +424,10 @@ class Stager:
         )
         capture.array = array
         if _smallest_region(array) > self.arena_bytes:
+            capture.scale = float(capture.scale)  # waits for the device, as the pieces do
             self._stage_oversize(capture, array.spec.shard_of(where.epoch, where.batch, capture.call), tensor)
             return
-        call = Call(where, capture.call, capture.step, 0)
+        call = Call(where, capture.call, capture.step, 0, capture.structure, capture.scale)
         reason = self._stage_slot(array, call, capture.backward, capture.shape, capture.wall_time_us, tensor)
         if reason:
             self._drop_capture(capture, reason)
@@ -452,6 +459,8 @@ class Stager:
                 transfer = self._copy(array, region.offset + slot * array.stride_bytes, shape, tensor)
                 if transfer is not None:
                     region.transfers.append(transfer)
+                if type(call.scale) is not float:
+                    self._copy_scale(region, slot, call.scale)
                 copied = True
                 if started:
                     self._learn_touch(time.perf_counter() - started, array.chunk_bytes)
@@ -471,8 +480,42 @@ class Stager:
         where = call.coordinates
         position = region.notes_offset + slot * NOTE.size
         NOTE.pack_into(
-            self.memory, position, where.epoch, where.batch, call.number, call.step, wall_time_us, backward, crc or 0, crc is not None
+            self.memory,
+            position,
+            where.epoch,
+            where.batch,
+            call.number,
+            call.step,
+            wall_time_us,
+            backward,
+            crc or 0,
+            crc is not None,
+            call.structure,
+            call.scale if type(call.scale) is float else math.nan,
         )
+
+    def _copy_scale(self, region: Region, slot: int, scale: Any) -> None:
+        """Have a loss scale that lives on a device arrive in the note of a slot: asking for its value would wait for all that the device has to do."""
+        start = region.notes_offset + slot * NOTE.size + _SCALE_OFFSET
+        destination = self._arena[start : start + 4].view(torch.float32)
+        if torch._C._len_torch_dispatch_stack() > 0:
+            with _disable_current_modes():
+                transfer = self._devices.of(scale).copy(destination, scale.detach().reshape(1))
+        else:
+            transfer = self._devices.of(scale).copy(destination, scale.detach().reshape(1))
+        if transfer is not None:
+            region.transfers.append(transfer)
+
+    def structure(self, text: str) -> int:
+        """Return the number that stands for a structure."""
+        number = self._structure_numbers.get(text)
+        if number is None:
+            with self._lock:
+                number = self._structure_numbers.get(text)
+                if number is None:
+                    self.structures.append(text)
+                    number = self._structure_numbers[text] = len(self.structures) - 1
+        return number
 
     def note(self, capture: Capture) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -33,7 +34,7 @@ from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system,
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, Row, align
 from hookstore.layout import Array, Capture
 from hookstore.lock import RunLock
-from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, RowBlock, ShardRows, make_batch, rows_to_stream
+from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, Origin, RowBlock, ShardRows, make_batch, rows_to_stream
 from hookstore.recovery import Leftover, Unsealed, partial_block
 from hookstore.schedule import Coordinates
 from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums, publish
@@ -418,6 +419,7 @@ class Writer:
             if slot in region.holes:
                 continue
             numbers["shape"][np.searchsorted(prepared.slots, slot)] = shapes.setdefault(shape, len(shapes))
+        origins = self._origins(prepared.notes, numbers)
         region.written_bytes = shard.num_bytes - int(numbers["offset"].min()) // PAGE_BYTES * PAGE_BYTES
         self._stager.release(region)
         block = RowBlock(
@@ -429,25 +431,36 @@ class Writer:
             attempt=self._attempt,
             array=region.array.path,
             dtype=spec.dtype,
-            loss_scale=None,
             shard=shard.key,
             status="ok",
             reason="",
             shapes=list(shapes),
+            origins=origins,
             numbers=numbers,
         )
         self._note(block, shard)
+
+    def _origins(self, notes: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> list[Origin]:
+        """Return the structures and loss scales of a region's captures, and let the numbers count through them."""
+        structures, scales = notes["structure"], notes["scale"]
+        first = _origin(self._stager.structures, structures[0], scales[0])
+        if len(notes) == 1 or ((structures == structures[0]).all() and (scales.view("<u4") == scales[:1].view("<u4")).all()):
+            return [first]
+        origins = {first: 0}
+        for position, pair in enumerate(zip(structures.tolist(), scales.tolist(), strict=True)):
+            numbers["origin"][position] = origins.setdefault(_origin(self._stager.structures, *pair), len(origins))
+        return list(origins)
 
     def _write_one(self, prepared: _Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
         """Write a region of one capture, as large ones are: without NumPy, whose calls cost more than they do here."""
         region, array = prepared.region, prepared.region.array
         assert prepared.crcs is not None
-        epoch, batch, call, step, wall_time, backward, _, _ = NOTE.unpack_from(self._stager.memory, region.notes_offset)
+        epoch, batch, call, step, wall_time, backward, _, _, _, _ = NOTE.unpack_from(self._stager.memory, region.notes_offset)
         crc = int(prepared.crcs[0])
         shard = self._shard(array, region.shard, (epoch, batch, call))
         memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
         offset = shard.append_chunk(memory, array.spec.entries(epoch, batch, call), crc)
-        place = (epoch, batch, call, step, wall_time, offset, array.chunk_bytes + CRC_BYTES, backward, crc, 0)
+        place = (epoch, batch, call, step, wall_time, offset, array.chunk_bytes + CRC_BYTES, backward, crc, 0, 0)
         return shard, np.array([place], dtype=NUMBERS_DTYPE)
 
     def _write_many(self, prepared: _Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
@@ -543,13 +556,14 @@ class Writer:
             dtype=capture.dtype,
             nbytes=0,  # follows from shape, dtype and status
             wall_time=capture.wall_time_us,
-            loss_scale=None,
+            loss_scale=None if shard is None else _origin((), 0, capture.scale).loss_scale,
             shard="" if shard is None else shard.key,
             offset=offset,
             length=length,
             crc32c=crc,
             status=capture.status,
             reason=capture.reason,
+            structure=self._stager.structures[capture.structure],
         )
 
     def _note(self, block: RowBlock, shard: ShardWriter | None = None) -> None:
@@ -639,3 +653,9 @@ class Writer:
         with contextlib.suppress(OSError):  # a network file system's own hidden file may lie there; all of ours are gone
             system.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)
+
+
+def _origin(structures: Sequence[str], structure: int, scale: Any) -> Origin:
+    """Return what a note says of a capture's structure and loss scale."""
+    value = float(scale)
+    return Origin(structures[structure] if structures else "", None if math.isnan(value) else value)

@@ -566,6 +566,7 @@ _NASTY_CELLS: dict[str, tuple[Any, ...]] = {
     "phase": ("train", "eval", ""),
     "reason": ("", "x" * 70_000),
     "loss_scale": (None, 0.0, math.nan, math.inf),
+    "structure": ("", "{", "[]", "null", "x" * 70_000, "[" * 70_000, '{"tuple": [' * 9_000),
     "wall_time": (0, -(2**63) + 1, 2**63 - 1, -1, 2**60),
 }
 _NASTY_NUMBERS = (-1, 0, 1, 2, 3, 63, 64, 100, 4096, 2**31 - 1, 2**32, 2**40, 2**47, 2**60, 2**63 - 1, -(2**31), -(2**63))

@@ -407,6 +407,7 @@ class Consumer:
 
     def __init__(self, stager: Stager) -> None:
         self.contents: dict[int, bytes] = {}  # by batch: each capture has its own
+        self.scales: dict[int, float] = {}
         self.gaps: list[Capture] = []
         self._stager = stager
         self._pieces: dict[Oversize, bytearray] = {}
@@ -427,6 +428,7 @@ class Consumer:
         notes = np.frombuffer(self._stager.memory, NOTE_DTYPE, count=region.reserved, offset=region.notes_offset)
         for slot in region.slots.tolist():
             start = region.offset + slot * array.stride_bytes
+            self.scales[int(notes["batch"][slot])] = float(notes["scale"][slot])
             self._keep(int(notes["batch"][slot]), bytes(self._stager.memory[start : start + array.chunk_bytes]))
         self._stager.release(region)
 
@@ -437,6 +439,7 @@ class Consumer:
         contents += self._stager.memory[piece.offset : piece.offset + piece.length]
         self._stager.release(piece)
         if piece.is_last:
+            self.scales[piece.oversize.capture.coordinates.batch] = float(piece.oversize.capture.scale)
             self._keep(piece.oversize.capture.coordinates.batch, bytes(self._pieces.pop(piece.oversize)))
 
     def _keep(self, batch: int, contents: bytes) -> None:
@@ -503,6 +506,7 @@ class Simulation:
         self.stager = stager_type(arena, SimulatedDevices(self.runtime, self.device), catalog, drop_when_full=drop_when_full)
         self.consumer = Consumer(self.stager)
         self.captured: list[tuple[Capture, torch.Tensor]] = []
+        self.scales: dict[int, float] = {}
         self._schedule = schedule
         self._batches = itertools.count()
         self._generator = torch.Generator().manual_seed(schedule.seed or 0)
@@ -517,11 +521,22 @@ class Simulation:
         values = torch.randn(shape, generator=self._generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
         return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else (100 * values).to(dtype)
 
-    def capture(self, tensor: torch.Tensor, values: torch.Tensor, *, layer: str = "layer") -> Capture:
+    def capture(
+        self,
+        tensor: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        layer: str = "layer",
+        scale: torch.Tensor | None = None,
+        expected_scale: float = math.nan,
+    ) -> Capture:
         """Stage a tensor of the device, as a hook would, and note what it is expected to be, in the dtype to capture it in."""
         where = Coordinates("train", 0, next(self._batches))
         dtype = str(values.dtype).removeprefix("torch.")
         capture = Capture(layer, "activation", "", dtype, where, 0, 0, 0, tuple(tensor.shape), 0)
+        if scale is not None:
+            capture.scale = scale
+            self.scales[where.batch] = expected_scale
         self.stager.stage(capture, tensor)
         if capture.status == "ok":
             self.captured.append((capture, values.clone()))
@@ -541,6 +556,9 @@ class Simulation:
             contents = self.consumer.contents.get(capture.coordinates.batch)
             if contents is None:
                 raise CorruptionError(f"{_name(capture)} never came")
+            scale, expected = self.consumer.scales[capture.coordinates.batch], self.scales.get(capture.coordinates.batch, math.nan)
+            if scale != expected and not (math.isnan(scale) and math.isnan(expected)):
+                raise CorruptionError(f"{_name(capture)} has the loss scale {scale} instead of {expected}")
             check_bytes(_name(capture), contents, _chunk(capture, values))
         self.stager.check()
         self.device.check()

@@ -71,6 +71,11 @@ def of_writer(method: str, before: str, after: str) -> Replacement:
 MUTANTS = [
     # The snapshot
     Mutant(
+        "nobody waits for a loss scale",
+        ("loss scales, small ring",),
+        (of_stager("_copy_scale", "if transfer is not None:", "if False:"),),
+    ),
+    Mutant(
         "there is no snapshot",
         ("in-place edit",),
         (of_device("copy", "runtime.copy(self._side, destination, block)", "runtime.copy(self._side, destination, source)"),),

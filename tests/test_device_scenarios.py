@@ -187,6 +187,19 @@ def interleave_hooks(simulation: Simulation) -> None:
 _SMALL_RING = {"ring_bytes": 8 << 10}
 _NO_RING = {"ring_bytes": PAGE_BYTES - 1}
 
+
+def update_loss_scales(simulation: Simulation) -> None:
+    """Capture gradients whose loss scale lives on the device and is updated in place right after."""
+    values = simulation.values(40, 25)
+    tensor = simulation.runtime.compute(values)
+    scale = simulation.runtime.compute(torch.tensor(65536.0))
+    expected = 65536.0
+    for _ in range(12):
+        simulation.capture(tensor, values, scale=scale, expected_scale=expected)
+        simulation.runtime.launch(torch.Tensor.mul_, scale, 0.5)
+        expected /= 2
+
+
 SCENARIOS = {
     "in-place edit": Scenario(edit_in_place),
     "in-place edit, small ring": Scenario(edit_in_place, _SMALL_RING),
@@ -208,6 +221,9 @@ SCENARIOS = {
     "oversize": Scenario(go_oversize, {"arena_bytes": 16 << 10}),
     "oversize, pieces larger than the ring": Scenario(go_oversize, {"arena_bytes": 16 << 10, "ring_bytes": PAGE_BYTES}),
     "drains": Scenario(drain),
+    "loss scales": Scenario(update_loss_scales),
+    "loss scales, small ring": Scenario(update_loss_scales, _SMALL_RING),
+    "loss scales, no ring": Scenario(update_loss_scales, _NO_RING),
     "interleaved hooks": Scenario(interleave_hooks, {"arena_bytes": 4 * PAGE_BYTES}),
     "anything": Scenario(do_anything, {"arena_bytes": 20 << 10, **_SMALL_RING}),
 }

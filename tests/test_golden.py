@@ -32,6 +32,7 @@ from hookstore.manifest import SCHEMA, stream_to_rows
 from hookstore.shards import read_sealed
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny"
+EARLIER = Path(__file__).parent / "golden" / "earlier"  # the same, made before the manifest had its column ``structure``
 LAYERS = ["fc", "act", "narrow"]
 KINDS = ["activation", "gradient", "parameter"]
 SIZES = [4, 4, 2]  # the last batch is padded
@@ -243,8 +244,9 @@ def test_the_same_layout_each_time(tmp_path: Path) -> None:
 # What was written then ----------------------------------------------------------------------------------------------
 
 
-def test_todays_reader_reads_it(computed: dict[Any, torch.Tensor]) -> None:
-    with hookstore.open(GOLDEN) as run:
+@pytest.mark.parametrize("path", [GOLDEN, EARLIER])
+def test_todays_reader_reads_it(computed: dict[Any, torch.Tensor], path: Path) -> None:
+    with hookstore.open(path) as run:
         assert run.layers == LAYERS
         assert run.kinds == KINDS
         assert run.epochs == [0, 1]
@@ -262,6 +264,26 @@ def test_todays_reader_reads_it(computed: dict[Any, torch.Tensor]) -> None:
             assert array.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
             row = captures.row(epoch, batch, call, leaf=leaf)
             assert (row["step"], row["backward"], row["status"], row["phase"]) == (3 * epoch + batch, 0, "ok", "train")
+
+
+def test_an_earlier_run_is_sound_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    run_path = tmp_path / "run"
+    shutil.copytree(EARLIER, run_path)
+    assert hookstore.verify(run_path).faults == []
+    model = Tiny()
+    with hookstore.record(model, run_path, layers=LAYERS, kinds=KINDS, epochs=range(3), buffer_bytes=1 << 20, mode="a") as recorder:
+        for _ in recorder.batches(range(1), epoch=2):
+            model(torch.ones(4, 3)).sum().backward()
+    assert hookstore.verify(run_path).faults == []
+    with hookstore.open(run_path) as run:
+        assert run.batches(1) == [0, 1, 2]
+        assert run["fc"].activation[2, 0].tolist() == [[3.0, 0.0]] * 4
+    for part in (run_path / "manifest").iterdir():
+        part.unlink()
+    hookstore.recover(run_path)  # from the shards, which carry rows of both kinds
+    with hookstore.open(run_path) as run:
+        assert run["fc"].activation[2, 0].tolist() == [[3.0, 0.0]] * 4
+        assert len(run["fc"].activation) == 7
 
 
 def test_plain_zarr_reads_it(computed: dict[Any, torch.Tensor]) -> None:

@@ -114,6 +114,7 @@ def test_the_schema_is_pinned() -> None:
         "crc32c: uint32 not null",
         "status: string not null",
         "reason: string not null",
+        "structure: string not null",
     ]
     assert SCHEMA.names == [name for name, _, _ in MANIFEST_COLUMNS]
 

@@ -67,6 +67,7 @@ def test_signatures_are_pinned():
         "max_slowdown",
         "max_bytes",
         "on_sigterm",
+        "scaler",
     ]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
     public = {
@@ -85,7 +86,7 @@ def test_signatures_are_pinned():
             "refresh",
         },
         hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
-        hookstore.Captures: {"get", "leaves", "row", "rows", "samples", "tensor"},
+        hookstore.Captures: {"get", "leaves", "raw", "row", "rows", "samples", "tensor"},
         hookstore.Samples: {"where"},
     }
     for kind, names in public.items():
