@@ -28,15 +28,18 @@ from hookstore.errors import (
 
 if TYPE_CHECKING:
     from hookstore.captures import Captures, LayerRun
+    from hookstore.joined import NestedArray, QuantizedArray, SparseArray
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
     from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
+    from hookstore.values import Arguments, NotStored, PackedSequence, Record
     from hookstore.verification import Fault, Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arguments",
     "CaptureWarning",
     "Captures",
     "ClockError",
@@ -46,10 +49,15 @@ __all__ = [
     "HookstoreError",
     "LayerRun",
     "MissingCaptureError",
+    "NestedArray",
     "NotARunError",
+    "NotStored",
     "OptionError",
+    "PackedSequence",
     "PartialBatch",
     "Progress",
+    "QuantizedArray",
+    "Record",
     "Recorder",
     "RecorderBusyError",
     "RecorderClosedError",
@@ -60,6 +68,7 @@ __all__ = [
     "RunLockedError",
     "Samples",
     "SelectionError",
+    "SparseArray",
     "UnknownLayerError",
     "UnsupportedModelError",
     "Verification",
@@ -74,6 +83,8 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("Arguments", "NotStored", "PackedSequence", "Record"), "hookstore.values"),
+    **dict.fromkeys(("NestedArray", "QuantizedArray", "SparseArray"), "hookstore.joined"),
     **dict.fromkeys(("Fault", "Verification", "verify"), "hookstore.verification"),
     **dict.fromkeys(("Captures", "LayerRun"), "hookstore.captures"),
     **dict.fromkeys(("PartialBatch", "Run", "RunInfo", "open"), "hookstore.run"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hookstore.assembly import Assembly
 from hookstore.errors import CaptureWarning, MissingCaptureError, OptionError
 from hookstore.format import KINDS
 from hookstore.manifest import SCHEMA, TEXT_COLUMNS
@@ -25,7 +27,9 @@ _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
 MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not this much
 _MOST_SOURCES = 2**22
-_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "loss_scale")
+_OF_PARAMETERS = ("parameter", "parameter_gradient")
+_OF_BACKWARD = ("gradient", "input_gradient")  # kinds of which a tensor may have none
+_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "loss_scale", "structure")
 
 
 class LayerRun:
@@ -74,22 +78,130 @@ class LayerRun:
 class Captures:
     """The captures of one layer and kind: ``captures[epoch, batch]``."""
 
-    def __init__(self, run: Run, layer: str, kind: str, *, is_raw: bool = False) -> None:
+    def __init__(self, run: Run, layer: str, kind: str, *, is_raw: bool = False, leaf: str | None = None) -> None:
         self.run = run
         self.layer = layer
         self.kind = kind
         self._is_raw = is_raw
+        self._leaf = leaf
 
     @property
     def raw(self) -> Captures:
         """The same as it is stored: gradients stay multiplied by the loss scale that they came with."""
-        return Captures(self.run, self.layer, self.kind, is_raw=True)
+        return Captures(self.run, self.layer, self.kind, is_raw=True, leaf=self._leaf)
 
-    def __getitem__(self, where: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `get`."""
+    def leaf(self, path: str) -> Captures:
+        """Look at one tensor of nested values alone, or at all that lies below a path.
+
+        Parameters
+        ----------
+        path : str
+            As in the column ``leaf``: ``captures.leaf("1.0")[epoch, batch]`` is what ``captures[epoch, batch][1][0]`` is.
+        """
+        return Captures(self.run, self.layer, self.kind, is_raw=self._is_raw, leaf=path)
+
+    def __getitem__(self, where: tuple[int, ...]) -> Any:
+        """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `value`."""
         if not isinstance(where, tuple) or len(where) not in (2, 3):
             raise OptionError(f"expected [epoch, batch] or [epoch, batch, call], got [{where!r}]", option="epoch")
-        return self.get(*where)
+        return self.value(*where)
+
+    def value(
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex = 0,
+        *,
+        phase: str | None = None,
+        backward: int | None = None,
+        attempt: int | None = None,
+        torch: bool = False,
+    ) -> Any:
+        """Read a whole value, in the structure that the module returned (or was called with).
+
+        Parameters
+        ----------
+        epoch, batch, call, phase, backward, attempt
+            As in `get`.
+        torch : bool
+            Give torch tensors instead of arrays.
+
+        Returns
+        -------
+        object
+            A `numpy.ndarray` for a plain tensor, as `get` gives it. Otherwise tuples, lists, dicts and named tuples as they were, a `Record` for a dataclass, a
+            `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was
+            ``None`` or (in a gradient) where no gradient arrived, and a `NotStored` where something was not stored. All tensors are of one attempt.
+            Several parameters are a dict by name.
+
+        Raises
+        ------
+        MissingCaptureError
+            If there is no such capture, or a tensor in it was dropped or lost; it says what there is.
+        CorruptRunError
+            If the bytes on disk do not match their checksum, or the structure makes no sense.
+        """
+        where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
+        options: dict[str, Any] = {"phase": phase, "backward": backward, "attempt": attempt}
+        index = self._index
+        if not index.has_structures and not (self.kind in _OF_PARAMETERS and self._leaf is None):
+            return self.tensor(*where.values(), **options) if torch else self.get(*where.values(), **options)
+        phase = self._phase(phase)
+        positions = index.find(phase, **where)
+        if attempt is not None:
+            positions = index.only_attempt(positions, attempt)
+        captured = index.only_captured(positions)
+        if backward is not None:
+            captured, positions = index.only_backward(captured, backward), index.only_backward(positions, backward)
+        if not captured.size:
+            self._position(*where.values(), leaf=None, **options)  # says what is missing
+        name = self._describe(**where, phase=phase)
+        read = self._tensor if torch else functools.partial(self.run.read, raw=self._is_raw)
+        assembly = Assembly(
+            map(index.place, index.only_attempt(positions, index.attempt_of(captured[-1])).tolist()),
+            name,
+            {"layer": self.layer, "kind": self.kind, **where},
+            read,
+            as_torch=torch,
+            may_be_absent=self._why_absent(phase, where) if self.kind in _OF_BACKWARD else None,
+        )
+        if assembly.most_often > 1 and backward is None:
+            self._warn_of_several(name, assembly.most_often)
+        branch = None if assembly.whole is None else assembly.whole.find(self._leaf or "")
+        if branch is not None and (self._leaf is None or not branch.is_leaf):
+            return assembly.value(branch)
+        tensors = assembly.tensors
+        if self._leaf is not None:
+            if assembly.has(self._leaf):
+                return assembly.tensor(self._leaf)
+            return read(index.place(self._position(*where.values(), leaf=None, **options)))
+        if len(tensors) == 1:
+            return assembly.tensor(tensors[0])
+        if self.kind in _OF_PARAMETERS:
+            return {tensor: assembly.tensor(tensor) for tensor in tensors}
+        raise self._several(name, tensors, where)
+
+    def _why_absent(self, phase: str, where: dict[str, Any]) -> str:
+        """Return "" where a gradient without a row is one that did not arrive, else why that is not certain."""
+        status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
+        return f"its batch was {status}: {why}" if status else ""
+
+    def _several(self, name: str, leaves: list[str], where: dict[str, Any]) -> MissingCaptureError:
+        return MissingCaptureError(
+            f"{name} has several leaves: {', '.join(map(repr, leaves))}; name one, as in "
+            f".get({where['epoch']}, {where['batch']}, leaf={leaves[0]!r})",
+            layer=self.layer,
+            kind=self.kind,
+            **where,
+        )
+
+    def _warn_of_several(self, name: str, count: int) -> None:
+        warnings.warn(
+            f"{name} was captured {count} times, by several backwards over one forward or because the clock "
+            "stood there twice; this is the last. The others are in .rows, and .get(…, backward=0) names one",
+            CaptureWarning,
+            stacklevel=4,
+        )
 
     def get(
         self,
@@ -145,10 +257,12 @@ class Captures:
         attempt: int | None = None,
     ) -> torch.Tensor:
         """Read one tensor as a torch tensor of its own memory; every dtype is possible. See `get`."""
+        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
+        return self._tensor(self._index.place(position))
+
+    def _tensor(self, place: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
-        place = self._index.place(position)
         bits, dtype = self.run._read_bits(place)
         kind = getattr(torch, dtype.name, None)
         if kind is None:
@@ -209,6 +323,7 @@ class Captures:
             raise OptionError(f"dims: expected a whole number from 1 on, got {dims!r}", option="dims")
         index = self._index
         phase = self._phase(phase)
+        leaf = self._leaf if leaf is None else leaf
         leaves = index.leaves(index.captured(phase, attempt))
         if leaf is None and len(leaves) > 1:
             raise MissingCaptureError(
@@ -250,27 +365,19 @@ class Captures:
             positions = index.only_attempt(positions, attempt)
         if positions.size:
             latest = index.only_last_attempt(index.only_captured(positions))
-            leaves = index.leaves(latest if latest.size else positions)
-            if leaf is None and len(leaves) > 1:
-                raise MissingCaptureError(
-                    f"{self._describe(**where, phase=phase)} has several leaves: {', '.join(map(repr, leaves))}; name one, as in "
-                    f".get({where['epoch']}, {where['batch']}, leaf={leaves[0]!r})",
-                    layer=self.layer,
-                    kind=self.kind,
-                    **where,
-                )
-            positions = index.only_leaf(positions, leaves[0] if leaf is None else leaf)
+            leaves = self._shown(index.leaves(latest if latest.size else positions))
+            if leaf is None and len(leaves) > 1 and latest.size:
+                raise self._several(self._describe(**where, phase=phase), leaves, where)
+            # (where there are several and none was captured, the reason of any will do)
+            chosen = leaf if leaf is not None else leaves[0] if len(leaves) == 1 else self._leaf
+            if chosen is not None:
+                positions = index.only_leaf(positions, chosen)
             if backward is not None:
                 positions = index.only_backward(positions, backward)
         if positions.size:
             captured = index.only_last_attempt(index.only_captured(positions))
             if captured.size > 1 and backward is None:
-                warnings.warn(
-                    f"{self._describe(**where, phase=phase)} was captured {captured.size} times, by several backwards over one forward or because the clock "
-                    "stood there twice; this is the last. The others are in .rows, and .get(…, backward=0) names one",
-                    CaptureWarning,
-                    stacklevel=3,
-                )
+                self._warn_of_several(self._describe(**where, phase=phase), captured.size)
             if captured.size:
                 return int(captured[-1])
             row = index.place(int(positions[-1]))
@@ -282,6 +389,8 @@ class Captures:
                 **where,
             )
         status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
+        leaf = self._leaf if leaf is None else leaf
+        why = why or index.why_never(leaf)
         missing = f"was {status}: {why}" if status == "skipped" else "was not captured" + (f": {why}" if why else "")
         there_is = "" if why else f"; {self._what_there_is(phase, where['epoch'])}{self.run._what_is_damaged()}"
         raise MissingCaptureError(
@@ -295,12 +404,21 @@ class Captures:
     @property
     def rows(self) -> pa.Table:
         """The manifest rows of this layer and kind, in the order in which they were acknowledged."""
-        return self._index.rows
+        rows = self._index.rows
+        if self._leaf is None:
+            return rows
+        return rows.filter(pc.is_in(rows["leaf"], pa.array(self._shown(pc.unique(rows["leaf"]).to_pylist()), pa.string())))
 
     @property
     def leaves(self) -> list[str]:
-        """Leaf paths that were captured."""
-        return sorted(pc.unique(self._index.coded["leaf"]).to_pylist())
+        """Leaf paths of the tensors that were captured."""
+        coded = self._index.coded
+        return self._shown(sorted(pc.unique(coded["leaf"].filter(pc.equal(coded["status"], "ok"))).to_pylist()))
+
+    def _shown(self, leaves: list[str]) -> list[str]:
+        """Keep the leaf paths that this view shows."""
+        leaf = self._leaf
+        return leaves if not leaf else [path for path in leaves if path == leaf or path.startswith(f"{leaf}.")]
 
     @property
     def _index(self) -> RowIndex:
@@ -347,11 +465,12 @@ class Captures:
         return f"epoch {epoch} has batches {ranges(batches)}"
 
     def __len__(self) -> int:
-        rows = self._index.coded
+        rows = self._index.coded if self._leaf is None else self.rows
         return int(pc.sum(pc.equal(rows["status"], "ok")).as_py() or 0)
 
     def __repr__(self) -> str:
-        return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}>"
+        leaf = f", leaf {self._leaf!r}" if self._leaf is not None else ""
+        return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}{leaf}>"
 
 
 class RowIndex:
@@ -393,6 +512,23 @@ class RowIndex:
     def phases(self) -> list[str]:
         """Phases of the rows."""
         return sorted(self._texts["phase"][code] for code in set(self._columns["phase"].tolist()))
+
+    @cached_property
+    def has_structures(self) -> bool:
+        """Whether any row is part of something else than a plain tensor."""
+        return bool((self._columns["structure"] != self._code("structure", "")).any())
+
+    def why_never(self, leaf: str | None) -> str:
+        """Return the reason where a leaf (or ``None`` for anything) was never captured, but was once said to be skipped; else ""."""
+        positions = self._order if leaf is None else self.only_leaf(self._order, leaf)
+        if not positions.size or self.only_captured(positions).size:
+            return ""
+        row = self.place(int(positions[0]))
+        return f"{row['reason']} (so in epoch {row['epoch']}, batch {row['batch']})" if row["status"] == "skipped" else ""
+
+    def attempt_of(self, position: int) -> int:
+        """Return the attempt of the row at a position."""
+        return int(self._columns["attempt"][position])
 
     def place(self, position: int) -> dict[str, Any]:
         """Return what reading the tensor of one row needs to know; the whole row costs twenty times as much."""

@@ -12,6 +12,7 @@ compiling when a schedule goes from one to the other.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -19,6 +20,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -27,8 +29,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.errors import UnsupportedModelError
-from hookstore.format import PHASES, leaf_path
+from hookstore.format import PHASES
 from hookstore.layout import Call
+from hookstore.nested import Plan, flatten, flatten_arguments
 from hookstore.schedule import Coordinates
 from hookstore.sink import Sink
 from hookstore.watch import _as_view, _is_injective
@@ -44,7 +47,6 @@ class Tapped(Protocol):
 
     name: str
     sink: Sink
-    takes_activation: bool
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
@@ -54,6 +56,12 @@ class Tapped(Protocol):
 
     def end(self) -> Call | None:
         """Note that the innermost call ends, and return it if it is recorded."""
+
+    def take_output(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, kind: type) -> Call:
+        """Take the tensors that a call returned, and return the call with the value's structure."""
+
+    def take_arguments(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, *, are_there_any: bool) -> None:
+        """Take the tensors that the module is called with."""
 
 
 def why_none() -> str | None:
@@ -75,7 +83,7 @@ SWITCHES = _Switches()
 _numbers = itertools.count()
 _layers: dict[int, Tapped] = {}
 _ticks: dict[int, Callable[[bool], None]] = {}
-_plans: list[tuple[tuple[str, ...], str]] = []
+_plans: list[tuple[Plan, Any]] = []  # and the type of the value, or whether there is any argument
 
 
 class Taps:
@@ -132,12 +140,12 @@ def trace_begin(number: int, switch: str, kinds: frozenset[str], module: torch.n
     begin(number)
     if "input" in kinds:
         tensors: list[torch.Tensor] = []
-        node = _describe_arguments(args, kwargs, tensors)
-        show(tensors, number, "input", plan_number(node, "call"))
+        positional = tuple([describe(value, tensors) for value in args])
+        keywords = tuple([(name, describe(value, tensors)) for name, value in kwargs.items()])
+        show(tensors, number, "input", plan_of_arguments(positional, keywords))
     if "parameter" in kinds:
-        names = tuple([(name, True) for name, parameter in module._parameters.items() if parameter is not None])
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-        show(parameters, number, "parameter", plan_number(names, "parameters"))
+        named = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        show([parameter for _, parameter in named], number, "parameter", plan_of_parameters(tuple([name for name, _ in named])))
 
 
 def trace_end(number: int, switch: str, takes_gradient: bool, output: Any) -> None:  # noqa: FBT001
@@ -146,8 +154,8 @@ def trace_end(number: int, switch: str, takes_gradient: bool, output: Any) -> No
         return
     prepare()
     tensors: list[torch.Tensor] = []
-    node = _describe(output, tensors)
-    end(tensors, number, takes_gradient, plan_number(node, type(output).__name__))
+    described = describe(output, tensors)
+    end(tensors, number, takes_gradient, plan_of(described))
 
 
 def prepare() -> None:
@@ -162,46 +170,69 @@ def prepare() -> None:
     _compiling_begins()
 
 
-def plan_number(node: Any, type_name: str) -> int:
-    """Return a number for how a value is built; the compiler runs it, and has a constant."""
-    plan = tuple(_leaves(node)), type_name
-    if plan not in _plans:
-        _plans.append(plan)
-    return _plans.index(plan)
-
-
-prepare._dynamo_marked_constant = plan_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Append the tensors of a value, and return how it is built, as the compiler can trace it."""
+def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Append the tensors of a value, and return what there is of it beside, as far as the compiler can trace it: see `_rebuild`."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return True
-    if isinstance(value, dict):  # what transformers returns is a dict and a dataclass
-        return tuple([(key if isinstance(key, str | int) else repr(key), _describe(item, tensors)) for key, item in value.items()])
-    if isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        return tuple([(name, _describe(item, tensors)) for name, item in zip(names, value, strict=True)])
-    if hasattr(value, "__dataclass_fields__"):
-        return tuple([(name, _describe(getattr(value, name), tensors)) for name in value.__dataclass_fields__])
-    return False
+        return "tensor", None, ()
+    if value is None or kind in (str, int, float, bool):
+        return "itself", kind, ()
+    if isinstance(value, tuple | list) and kind is not torch.Size:
+        return "items", kind, tuple([describe(item, tensors) for item in value])
+    if isinstance(value, dict):
+        return "dict", kind, tuple([(key, describe(item, tensors)) for key, item in value.items()])
+    if hasattr(kind, "__dataclass_fields__"):
+        return "fields", kind, tuple([(name, describe(getattr(value, name), tensors)) for name in kind.__dataclass_fields__])
+    return "other", kind, ()
 
 
-def _describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-    if len(args) == 1 and not kwargs:
-        return _describe(args[0], tensors)
-    positional = [(position, _describe(value, tensors)) for position, value in enumerate(args)]
-    return tuple(positional + [(name, _describe(value, tensors)) for name, value in kwargs.items()])
+def plan_of(described: Any) -> int:
+    """Return the number of how a value is built; the compiler runs it, and has a constant."""
+    return _number_of(flatten(_rebuild(described))[1], type(_rebuild(described)))
 
 
-def _leaves(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[str]:
-    """Yield the leaf path of each tensor."""
-    if node is True:
-        yield leaf_path(path)
-    elif isinstance(node, tuple):
-        for key, inner in node:
-            yield from _leaves(inner, (*path, key))
+def plan_of_arguments(positional: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> int:
+    """Return the number of how a module's arguments are built; the compiler runs it, and has a constant."""
+    args = tuple(_rebuild(described) for described in positional)
+    return _number_of(flatten_arguments(args, {name: _rebuild(described) for name, described in keywords})[1], bool(args or keywords))
+
+
+def plan_of_parameters(names: tuple[str, ...]) -> int:
+    """Return the number of a module's parameters; the compiler runs it, and has a constant."""
+    return _number_of(Plan("", names, ()), None)
+
+
+def _number_of(plan: Plan, about: Any) -> int:
+    if (plan, about) not in _plans:
+        _plans.append((plan, about))
+    return _plans.index((plan, about))
+
+
+def _rebuild(described: Any) -> Any:
+    """Return a value that is built like the one described, with tensors that are not the ones."""
+    how, kind, inner = described
+    if how == "tensor":
+        return _SOME_TENSOR
+    if how == "itself":
+        return kind()
+    if how == "items":
+        items = [_rebuild(item) for item in inner]
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if how == "other":
+        return type(kind.__name__, (), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})()
+    value = kind.__new__(kind)
+    for name, item in inner:
+        if how == "dict":
+            (OrderedDict if issubclass(kind, OrderedDict) else dict).__setitem__(value, name, _rebuild(item))
+        if how == "fields" or dataclasses.is_dataclass(kind):
+            object.__setattr__(value, name, _rebuild(item))
+    return value
+
+
+_SOME_TENSOR = torch.empty(0)
+for _function in (prepare, plan_of, plan_of_arguments, plan_of_parameters):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # In the graph -----------------------------------------------------------------------------------------------------
@@ -361,8 +392,13 @@ def _run_show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int)
     layer = _layers.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.current()
     if layer is not None and call is not None:
-        with _measured(layer):
-            _put(layer, kind, values, plan, call)
+        plan_of_values, are_there_any = _plans[plan]
+        with _measured(layer), _undisturbed():
+            if kind == "input":
+                layer.take_arguments(values, plan_of_values, call, are_there_any=are_there_any)
+            else:
+                for name, parameter in zip(plan_of_values.leaves, values, strict=True):
+                    layer.sink.put(layer.name, "parameter", name, parameter, call)
 
 
 def _run_end(values: Sequence[torch.Tensor], number: int, plan: int) -> None:
@@ -395,7 +431,7 @@ def _run_end_without(number: int) -> None:
 
 
 def _no_call(plan: int) -> Numbers:
-    numbers = np.zeros(_NUM_CALL + len(_plans[plan][0]), dtype=np.int64)
+    numbers = np.zeros(_NUM_CALL + len(_plans[plan][0].leaves), dtype=np.int64)
     numbers[0] = -1
     return numbers
 
@@ -445,19 +481,12 @@ def _numbers_again(layer: Tapped | None, number: int, plan: int) -> Numbers:
 
 
 def _end(layer: Tapped, values: Sequence[torch.Tensor], plan: int) -> Call | None:
-    with _measured(layer):
+    with _measured(layer), _undisturbed():
         call = layer.end()
-        if call is not None and layer.takes_activation:
-            _put(layer, "activation", values, plan, call)
-            if not values:
-                layer.sink.skip_value(layer.name, "activation", call, f"the module returned a {_plans[plan][1]} without tensors")
-        return call
-
-
-def _put(layer: Tapped, kind: str, values: Sequence[torch.Tensor], plan: int, call: Call) -> None:
-    with _undisturbed():
-        for leaf, value in zip(_plans[plan][0], values, strict=True):
-            layer.sink.put(layer.name, kind, leaf, value, call)
+        if call is None:
+            return None
+        plan_of_values, kind = _plans[plan]
+        return layer.take_output(values, plan_of_values, call, kind)
 
 
 def _run_gradient(gradient: torch.Tensor, call: torch.Tensor, number: int, plan: int, position: int) -> None:
@@ -469,14 +498,14 @@ def _run_gradient(gradient: torch.Tensor, call: torch.Tensor, number: int, plan:
         if numbers[0] >= 0:
             backward = int(numbers[_NUM_CALL + position])
             numbers[_NUM_CALL + position] += 1
-            layer.sink.put(layer.name, "gradient", _plans[plan][0][position], gradient, _call_of(numbers), backward)
+            layer.sink.put(layer.name, "gradient", _plans[plan][0].leaves[position], gradient, _call_of(numbers), backward)
 
 
 def _run_no_gradient(call: torch.Tensor, number: int, plan: int, position: int, reason: int) -> None:
     layer = _layers.get(number)
     numbers = call.numpy()
     if layer is not None and numbers[0] >= 0:
-        layer.sink.skip_value(layer.name, "gradient", _call_of(numbers), _NO_GRADIENT[reason], leaf=_plans[plan][0][position])
+        layer.sink.skip_value(layer.name, "gradient", _call_of(numbers), _NO_GRADIENT[reason], leaf=_plans[plan][0].leaves[position])
 
 
 def _call_of(numbers: Numbers) -> Call:
@@ -529,7 +558,7 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
 
 
 def _fake_call(values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:  # noqa: ARG001
-    return torch.empty(_NUM_CALL + len(_plans[plan][0]), dtype=torch.int64, device="cpu")
+    return torch.empty(_NUM_CALL + len(_plans[plan][0].leaves), dtype=torch.int64, device="cpu")
 
 
 _library, _HAS_EFFECTS = _make_operators()

@@ -14,8 +14,11 @@ from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.files import DiskBudgetSpent
 from hookstore.format import DTYPES, SCALED_KINDS
 from hookstore.layout import Array, Call, Capture
+from hookstore.nested import Other
+from hookstore.parts import Apart, take_apart
 from hookstore.schedule import Clock, Coordinates
 from hookstore.staging import Stager
+from hookstore.structure import TENSOR, encode_at
 
 TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 # What a tensor is besides its dtype and shape: where it lives, dense or not, wrapped, nested, lazily conjugated or negated. It is read without giving the
@@ -89,7 +92,30 @@ class Sink:
                 self._failed(error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
                 return
         reason = why_not(tensor)
-        dtype = self._stored.get(tensor.dtype, "")
+        apart, reason = (None, None) if reason is None else _apart_or_why(tensor, reason)
+        if apart is not None:
+            self._put_parts(layer, kind, leaf, apart, call, backward)
+            return
+        capture = self._put_slowly(layer, kind, leaf, tensor, call, backward, reason, self._stored.get(tensor.dtype, ""))
+        if key is not None and self._is_whole(capture, tensor):
+            assert capture.array is not None
+            self._known[key] = capture.array
+
+    def _put_parts(self, layer: str, kind: str, leaf: str, apart: Apart, call: Call, backward: int) -> None:
+        """Stage the parts of a tensor, each under its name behind the tensor's leaf path."""
+        if apart.tensor != TENSOR:
+            whole = self._stager.structures[call.structure]
+            call = call._replace(structure=self.structure(encode_at(whole, leaf, apart.tensor)))
+        for name, part in apart.parts:
+            is_cast = name in ("", "values")  # the others say where values are or what they mean, and stay what they are
+            dtype = (self._stored if is_cast else TORCH_DTYPES).get(part.dtype, "")
+            path = f"{leaf}.{name}" if leaf and name else leaf or name
+            self._put_slowly(layer, kind, path, part, call, backward, why_not(part), dtype)
+
+    def _put_slowly(
+        self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int, reason: str | None, dtype: str
+    ) -> Capture:
+        """Stage a tensor of any shape from anywhere, or note the reason why it cannot be."""
         shape = () if reason else tuple(tensor.shape)
         capture = Capture(layer, kind, leaf, dtype, call.coordinates, call.number, backward, call.step, shape, time.time_ns() // 1000)
         capture.structure, capture.scale = call.structure, call.scale
@@ -100,9 +126,7 @@ class Sink:
                 self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
         except BaseException as error:
             self._failed(error, capture)
-        if key is not None and self._is_whole(capture, tensor):
-            assert capture.array is not None
-            self._known[key] = capture.array
+        return capture
 
     def structure(self, text: str) -> int:
         """Return the number that a call carries for the structure of its value."""
@@ -209,6 +233,29 @@ class Sink:
         now = time.time_ns() // 1000
         return Capture("", "", "", "", coordinates, 0, 0, self.clock.step, (), now, status=status, reason=reason)
 
+    def skip_other(self, layer: str, kind: str, call: Call, other: Other) -> None:
+        """Note that something inside a value is not stored, and warn about the first of its type, unless that is a text, a number or the like."""
+        if not self.is_active:
+            return
+        now = time.time_ns() // 1000
+        capture = Capture(
+            layer, kind, other.leaf, "", call.coordinates, call.number, 0, call.step, (), now, status="skipped", reason=other.reason
+        )
+        capture.structure = call.structure
+        try:
+            self._stager.note(capture)
+        except BaseException as error:
+            self._failed(error, capture)
+            return
+        if not other.is_primitive and (kind, other.type) not in self._warned:
+            self._warned.add((kind, other.type))
+            where = f"leaf {other.leaf!r} of the {kind}" if other.leaf else f"the {kind}"
+            warnings.warn(
+                f"{where} of layer {layer!r} is not stored: {other.reason} (said once; the manifest has a row for each layer)",
+                CaptureWarning,
+                stacklevel=2,
+            )
+
     def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "") -> None:
         """Note that a value, or one leaf of it, could not be captured."""
         if not self.is_active:
@@ -238,14 +285,22 @@ def why_not(tensor: torch.Tensor) -> str | None:
     """Say why a tensor has no bytes that could be stored, or return ``None``."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor):
         return "it is a functorch tensor (vmap, grad or jvp), which stands for many values"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}, not strided"
     if tensor.is_nested:
         return "it is a nested tensor"
-    if tensor.is_meta:
-        return "it is on the meta device and has no values"
     if tensor.dtype not in TORCH_DTYPES:
         return f"its dtype {tensor.dtype} is not stored"
     if type(tensor) not in _PLAIN_TYPES and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"it is a {type(tensor).__name__}, a tensor subclass whose values only its own code knows"
     return None
+
+
+def _apart_or_why(tensor: torch.Tensor, reason: str) -> tuple[Apart | None, str]:
+    """Return a tensor taken apart, or why it can be stored neither whole nor so."""
+    try:
+        return take_apart(tensor), reason
+    except Exception as error:  # a kind of tensor that we do not know well is no reason to stop training
+        return None, f"{reason}, and taking it apart raises {type(error).__name__}: {error}"

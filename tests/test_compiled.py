@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hookstore
 from hookstore import compiled
 
-COLUMNS = ("layer", "kind", "leaf", "phase", "epoch", "batch", "call", "backward", "step", "status", "reason")
+COLUMNS = ("layer", "kind", "leaf", "phase", "epoch", "batch", "call", "backward", "step", "status", "reason", "structure")
 KINDS = ("activation", "gradient", "input", "parameter")
 BACKENDS = ["eager", "aot_eager"]
 

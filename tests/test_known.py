@@ -108,13 +108,14 @@ def test_nested_and_sparse_tensors_after_plain_ones(tmp_path):
     with hookstore.record(model, tmp_path / "run", layers="") as recorder:
         recorder.at(epoch=0, batch=0)
         model(torch.ones(2, 3))
-        with pytest.warns(hookstore.CaptureWarning, match="was not captured"):
-            recorder.at(epoch=0, batch=1)
-            model(torch.ones(2, 3).to_sparse())
+        recorder.at(epoch=0, batch=1)
+        model(torch.ones(2, 3).to_sparse())
         recorder.at(epoch=0, batch=2)
         model(torch.ones(2, 3) * 3)
     with hookstore.open(tmp_path / "run") as run:
-        assert run.batches(0) == [0, 2]
+        assert run.batches(0) == [0, 1, 2]
+        assert run[""].activation[0, 1].dense().tolist() == [[1.0] * 3] * 2
+        assert run[""].activation[0, 2].tolist() == [[3.0] * 3] * 2
 
 
 def test_a_cast_is_made_every_time(tmp_path):

@@ -27,16 +27,23 @@ def test_public_names_are_pinned():
     assert set(hookstore.__all__) == {
         *errors.__all__,
         *(
+            "Arguments",
             "Captures",
             "Fault",
             "LayerRun",
+            "NestedArray",
+            "NotStored",
+            "PackedSequence",
             "PartialBatch",
             "Progress",
+            "QuantizedArray",
+            "Record",
             "Recorder",
             "RecoveryReport",
             "Run",
             "RunInfo",
             "Samples",
+            "SparseArray",
             "Verification",
         ),
         *("__version__", "open", "record", "recover", "verify"),
@@ -86,7 +93,7 @@ def test_signatures_are_pinned():
             "refresh",
         },
         hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
-        hookstore.Captures: {"get", "leaves", "raw", "row", "rows", "samples", "tensor"},
+        hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
         hookstore.Samples: {"where"},
     }
     for kind, names in public.items():
@@ -114,9 +121,10 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "files", "selection", "schedule", "layout", "device", "staging", "nested", "sink", "watch", "compiled", "hooks", "attach"),
+    *("errors", "format", "structure", "files", "selection", "schedule", "layout", "device", "staging"),
+    *("nested", "parts", "sink", "watch", "compiled", "hooks", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
-    *("samples", "captures", "run", "verification", "bench", "cli", "demo"),
+    *("samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )
 
 
@@ -140,8 +148,11 @@ def imports_of(module):
 @pytest.mark.parametrize("module", FLOW)
 def test_imports_follow_the_flow_of_data(module):
     allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
-    if module in ("samples", "captures", "run"):  # the reading side
-        allowed &= {"errors", "format", "codecs", "files", "lock", "metadata", "shards", "manifest", "samples", "captures"}
+    if module in ("samples", "values", "joined", "assembly", "captures", "run"):  # the reading side
+        allowed &= {
+            *("errors", "format", "structure", "codecs", "files", "lock", "metadata", "shards", "manifest"),
+            *("samples", "values", "joined", "assembly", "captures"),
+        }
     assert imports_of(module) <= allowed
     assert set(FLOW) == {path.stem for path in (ROOT / "hookstore").glob("*.py")} - {"__init__"}
 

@@ -174,7 +174,7 @@ def test_info(run):
         (lambda run: run["0"].activation[2**70, 0], hookstore.MissingCaptureError, "there are epochs 0, 1"),
         (lambda run: run["0"].input[0, 0], hookstore.MissingCaptureError, "this layer has activation, gradient, parameter"),
         (lambda run: run["0"].gradient.get(0, 0, phase="eval"), hookstore.MissingCaptureError, "there is only phase 'train'"),
-        (lambda run: run["0"].parameter[0, 0], hookstore.MissingCaptureError, "several leaves: 'bias', 'weight'; name one"),
+        (lambda run: run["0"].parameter.get(0, 0), hookstore.MissingCaptureError, "several leaves: 'bias', 'weight'; name one"),
         (lambda run: run["0"].parameter.get(0, 0, leaf="scale"), hookstore.MissingCaptureError, "leaf 'scale' was not captured"),
         (lambda run: run["0"].gradient.get(0, 0, backward=3), hookstore.MissingCaptureError, "backward 3 was not captured"),
         (lambda run: run["0"]["weights"], hookstore.MissingCaptureError, "no kind 'weights'"),

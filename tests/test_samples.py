@@ -204,7 +204,7 @@ def test_a_phase_without_captures(tmp_path: Path) -> None:
 
 
 def test_gaps_are_no_rows(tmp_path: Path) -> None:
-    calls = [((0, 0), torch.ones(2, 3)), ((0, 1), torch.ones(2, 3).to_sparse()), ((0, 2), torch.full((2, 3), 2.0))]
+    calls = [((0, 0), torch.ones(2, 3)), ((0, 1), torch.ones(2, 3).to_mkldnn()), ((0, 2), torch.full((2, 3), 2.0))]
     with pytest.warns(CaptureWarning):
         record(tmp_path / "run", calls)
     with hookstore.open(tmp_path / "run") as run:
