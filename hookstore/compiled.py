@@ -132,12 +132,16 @@ def trace_tick(taps_number: int, switch: str) -> None:
     torch.ops.hookstore.tick(taps_number, bool(getattr(SWITCHES, switch)))
 
 
-def trace_begin(number: int, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def trace_begin(
+    number: int, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Trace the beginning of a layer's call."""
     if not getattr(SWITCHES, switch):
         return
     prepare()
     begin(number)
+    if "input_gradient" in kinds:
+        torch.ops.hookstore.no_input_gradient(number)
     if "input" in kinds:
         tensors: list[torch.Tensor] = []
         positional = tuple([describe(value, tensors) for value in args])
@@ -232,7 +236,7 @@ def _rebuild(described: Any) -> Any:
 
 _SOME_TENSOR = torch.empty(0)
 for _function in (prepare, plan_of, plan_of_arguments, plan_of_parameters):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010  # as torch.compiler.assume_constant_result does, which would import the compiler
 
 
 # In the graph -----------------------------------------------------------------------------------------------------
@@ -272,7 +276,9 @@ def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan:
         torch.ops.hookstore.end_without(number)
         return
     detached = [value.detach() for value in values]
-    watched = [position for position, value in enumerate(values) if value.requires_grad] if takes_gradient and torch.is_grad_enabled() else []
+    watched = (
+        [position for position, value in enumerate(values) if value.requires_grad] if takes_gradient and torch.is_grad_enabled() else []
+    )
     if not watched:
         torch.ops.hookstore.end(detached, number, plan)
         return
@@ -324,7 +330,8 @@ class _Watch:
         if base is not None and not base.is_leaf:
             self._version = output.detach()  # shares the version counter
             began = _begun.sequence_nr.get(number)
-            is_inside = not _is_given(base) and began is not None and base.grad_fn._sequence_nr() >= began
+            made = None if _is_given(base) or base.grad_fn is None else base.grad_fn._sequence_nr()
+            is_inside = made is not None and began is not None and made >= began
             if has_own_base and is_inside and base.dtype == output.dtype and _is_injective(output):
                 offset = output.storage_offset() - base.storage_offset()
                 lazy = (base.is_conj() != output.is_conj(), base.is_neg() != output.is_neg())
@@ -360,8 +367,11 @@ _NO_GRADIENT = (
     "the output is a view that was edited in place, and the gradient of its base is not its own alone",
     "the output is a view whose gradient did not arrive, while that of its base did, as when a compiled region returns several views of it",
 )
+_NO_INPUT_GRADIENT = "the module is compiled, and in a compiled graph its own share of an input's gradient cannot be told from others'"
 _WRAPPED = "it is a functorch tensor (vmap, grad or jvp), which stands for many values"
-_REENTRANT = "the compiled region is computed again by reentrant checkpointing, where which call that is cannot be known; use use_reentrant=False"
+_REENTRANT = (
+    "the compiled region is computed again by reentrant checkpointing, where which call that is cannot be known; use use_reentrant=False"
+)
 
 
 def _is_given(tensor: torch.Tensor) -> bool:
@@ -371,8 +381,7 @@ def _is_given(tensor: torch.Tensor) -> bool:
 
 # When the graph runs ----------------------------------------------------------------------------------------------
 
-_CALL_FIELDS = 4  # of a call, after its coordinates: number, step, sequence_nr, structure
-_NUM_CALL = 3 + _CALL_FIELDS  # numbers that a call is
+_NUM_CALL = 7  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure
 
 
 def _run_tick(number: int, is_watched: bool) -> None:  # noqa: FBT001
@@ -386,6 +395,13 @@ def _run_begin(number: int) -> None:
     if layer is not None and _graph_task() == -1:
         with _measured(layer):
             layer.begin()
+
+
+def _run_no_input_gradient(number: int) -> None:
+    layer = _layers.get(number)
+    call = None if layer is None or _graph_task() != -1 else layer.current()
+    if layer is not None and call is not None:
+        layer.sink.skip_value(layer.name, "input_gradient", call, _NO_INPUT_GRADIENT)
 
 
 def _run_show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
@@ -416,7 +432,8 @@ def _run_end_watched(values: Sequence[torch.Tensor], number: int, plan: int) -> 
         call = None if layer is None else _end(layer, values, plan)
         if call is not None:
             here = call.coordinates
-            numbers[:_NUM_CALL] = (PHASES.index(here.phase), here.epoch, here.batch, *call[1 : 1 + _CALL_FIELDS])
+            where = (PHASES.index(here.phase), here.epoch, here.batch)
+            numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure)
         frame = _checkpoint_frame()
         if frame is not None:
             _checkpointed.setdefault(frame, _Checkpointed()).calls.setdefault(number, []).append(numbers)
@@ -453,10 +470,10 @@ _checkpointed: weakref.WeakKeyDictionary[Any, _Checkpointed] = weakref.WeakKeyDi
 
 def _checkpoint_frame() -> Any:
     """Return what stands for the innermost activation checkpoint that is computed now, for the first time or again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
     if hooks is None:
         return None
-    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
+    pack: Any = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
     kept = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)) if isinstance(pack, types.FunctionType) else {}
     if "target_frame_ref" in kept:
         return kept["target_frame_ref"].cell_contents()
@@ -538,6 +555,7 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
     for schema, run, fake in (
         ("tick(int number, bool is_watched) -> ()", _run_tick, nothing),
         ("begin(int number) -> ()", _run_begin, nothing),
+        ("no_input_gradient(int number) -> ()", _run_no_input_gradient, nothing),
         ("show(Tensor[] values, int number, str kind, int plan) -> ()", _run_show, nothing),
         ("end(Tensor[] values, int number, int plan) -> ()", _run_end, nothing),
         ("end_watched(Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
@@ -646,6 +664,8 @@ def has_compiled() -> bool:
 def discard() -> None:
     """Have compiled everything again when it is called next, since graphs that are there know nothing of hooks that are new."""
     if has_compiled():
-        _log.warning("hookstore: torch._dynamo.reset() is called, since graphs compiled before a recording know nothing of it; they are compiled again")
+        _log.warning(
+            "hookstore: torch._dynamo.reset() is called, since graphs compiled before a recording know nothing of it; they are compiled again"
+        )
         torch._dynamo.reset()
         meet_compiler()

@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -232,7 +233,7 @@ class _JitTrace:
     @classmethod
     def is_checked(cls) -> bool:
         """Say whether this is a call of the check; that costs a walk up the stack, and so is looked at only until the trace is left."""
-        frame = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == torch.jit._trace.__file__:
                 return True

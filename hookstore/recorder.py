@@ -175,8 +175,9 @@ def record(
     UnsupportedModelError
         If hooks cannot follow the model.
     """
-    if isinstance(model, nn.Module) and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        model = model._orig_mod
+    original = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.Module) and isinstance(original, nn.Module):  # what torch.compile returned
+        model = original
     _check_model(model)
     wanted = _check_kinds(kinds)
     schedule = Schedule.build(every=every, epochs=epochs, batches=batches, phases=phases)

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import io
 import pickle
-import shutil
 import warnings
 from collections import namedtuple
 
@@ -495,7 +494,7 @@ def test_graphs_go_on_after_the_end_and_keep_nothing(path):
     compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
     with recording(model, path) as recorder:
         loss = compiled_model(torch.ones(3, 4)).sum()
-    num = len(rows(path)) 
+    num = len(rows(path))
     loss.backward()
     compiled_model(torch.ones(3, 4)).sum().backward()
     assert len(rows(path)) == num
