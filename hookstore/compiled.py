@@ -168,6 +168,7 @@ def prepare() -> None:
     if obstacle is not None:
         raise UnsupportedModelError(obstacle)
     _Traced.is_any = True
+    _tracing.graph_task = _graph_task()
     for function in (begin, show, end):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
@@ -244,33 +245,42 @@ for _function in (prepare, plan_of, plan_of_arguments, plan_of_parameters):
 # is, each time.
 
 
-class _Begun(threading.local):
-    """For each layer autograd's counter when its last call began."""
+class _Tracing(threading.local):
+    """What is known of the trace that this thread makes.
+
+    Attributes
+    ----------
+    sequence_nr : dict
+        For each layer autograd's counter when its last call began.
+    graph_task : int
+        The backward that is under way around the trace, -1 for none.
+    """
 
     def __init__(self) -> None:
         self.sequence_nr: dict[int, int] = {}
+        self.graph_task = -1
 
 
-_begun = _Begun()
+_tracing = _Tracing()
 
 
 def begin(number: int) -> None:
     """Begin a call of a layer."""
-    if _graph_task() == -1:  # activation checkpointing computes it again
+    if not _is_traced_again():
         _refuse_cuda_graphs()
-        _begun.sequence_nr[number] = _sequence_nr()
+        _tracing.sequence_nr[number] = _sequence_nr()
         torch.ops.hookstore.begin(number)
 
 
 def show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
     """Show what a layer's call gets."""
-    if _graph_task() == -1 and not any(map(_is_wrapped, values)):
+    if not _is_traced_again() and not any(map(_is_wrapped, values)):
         torch.ops.hookstore.show([value.detach() for value in values], number, kind, plan)
 
 
 def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan: int) -> None:  # noqa: FBT001
     """End a call of a layer."""
-    if _graph_task() != -1:
+    if _is_traced_again():
         return
     if any(map(_is_wrapped, values)):
         torch.ops.hookstore.end_without(number)
@@ -287,6 +297,12 @@ def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan:
     bases = [id(values[position] if values[position]._base is None else values[position]._base) for position in watched]
     for position, base in zip(watched, bases, strict=True):
         _Watch(values[position], call, number, plan, position, has_own_base=bases.count(base) == 1)
+
+
+def _is_traced_again() -> bool:
+    """Say whether this is the backward of a trace, in which activation checkpointing computes again what has been traced."""
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return is_fake and _graph_task() != _tracing.graph_task
 
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -306,10 +322,11 @@ def _save_for_backward() -> None:
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None:
         return
-    for node in itertools.islice(reversed(mode.tracer.graph.nodes), 32):
-        node.meta.pop("recompute", None)
-        if torch.ops.hookstore.end_watched.default in node.args or node.target is torch.ops.hookstore.end_watched.default:
-            return
+    operator = torch.ops.hookstore.end_watched.default
+    for node in itertools.islice(reversed(mode.tracer.graph.nodes), 8):
+        made_by = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else node
+        if operator in (node.target, *node.args, made_by.target, *made_by.args):
+            node.meta.pop("recompute", None)
 
 
 class _Watch:
@@ -329,7 +346,7 @@ class _Watch:
         output.register_hook(self._of_output)
         if base is not None and not base.is_leaf:
             self._version = output.detach()  # shares the version counter
-            began = _begun.sequence_nr.get(number)
+            began = _tracing.sequence_nr.get(number)
             made = None if _is_given(base) or base.grad_fn is None else base.grad_fn._sequence_nr()
             is_inside = made is not None and began is not None and made >= began
             if has_own_base and is_inside and base.dtype == output.dtype and _is_injective(output):

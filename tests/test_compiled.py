@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import pickle
+import shutil
 import warnings
+import weakref
 from collections import namedtuple
 
 import numpy as np
@@ -487,9 +490,6 @@ def test_two_recordings_at_once(tmp_path):
 
 
 def test_graphs_go_on_after_the_end_and_keep_nothing(path):
-    import gc
-    import weakref
-
     model = small()
     compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
     with recording(model, path) as recorder:
@@ -562,3 +562,210 @@ def test_checkpointing_around_compiled_blocks(tmp_path, backend, order):
     with recording(twin, tmp_path / "compiled", **options) as recorder:
         train(twin, recorder)
     assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+def test_reentrant_checkpointing_around_compiled_blocks_is_a_gap_with_its_reason(path):
+    model = AroundBlocks(use_reentrant=True)
+    model.block.compile(backend="aot_eager", fullgraph=True)
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="use_reentrant=False"),
+        recording(model, path, layers="block.0", kinds=("activation", "gradient")) as recorder,
+        recorder.at(epoch=0, batch=0),
+    ):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    statuses = [(key[1], key[9]) for key in rows(path)]
+    assert statuses.count(("activation", "ok")) == 2
+    assert set(statuses) == {("activation", "ok"), ("gradient", "skipped")}
+
+
+# What is refused, or a gap ----------------------------------------------------------------------------------------
+
+
+class Passes(nn.Module):
+    """A layer that returns what it is given, one that returns its parameter, and several views of one tensor."""
+
+    class Parameter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self):
+            return self.weight
+
+    def __init__(self):
+        super().__init__()
+        self.same, self.parameter, self.linear = nn.Identity(), self.Parameter(), nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        hidden = self.linear(self.same(inputs) * self.parameter())
+        return hidden, hidden.transpose(0, 1)
+
+
+def test_gradients_that_come_about_outside_the_graph_are_gaps(path):
+    model = Passes()
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs = torch.ones(2, 3, 4, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", hookstore.CaptureWarning)
+        with recording(model, path, kinds=("activation", "gradient")):
+            outputs = compiled_model(inputs)
+            (outputs[0].sum() + outputs[1].sum() + inputs.sum()).backward()
+    reasons = {key[0]: key[10] for key in rows(path) if key[1] == "gradient"}
+    assert "comes about outside" in reasons["same"]
+    assert "comes about outside" in reasons["parameter"]
+    assert "several views" in reasons["linear"]
+    assert len([entry for entry in caught if entry.category is hookstore.CaptureWarning]) == 3
+
+
+def test_an_output_that_is_not_used_has_the_zeros_that_the_compiled_backward_computes(path):
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, inputs):
+            return self.used(inputs), self.unused(inputs)
+
+    model = Unused()
+    with recording(model, path, kinds="gradient"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 4))[0].sum().backward()
+    assert not model.unused.weight.grad.any()
+    assert {key[0]: value.any() for key, value in rows(path).items()} == {"used": True, "unused": False}
+
+
+def test_a_model_under_vmap_is_a_gap(path):
+    model = nn.Linear(2, 1)
+    batched = torch.compile(lambda inputs: torch.vmap(model)(inputs), backend="aot_eager", fullgraph=True)
+    with pytest.warns(hookstore.CaptureWarning, match="functorch"), recording(model, path, kinds=("activation", "gradient")):
+        assert torch.equal(batched(torch.ones(3, 2)), model(torch.ones(3, 2)))
+    assert sorted(key[9] for key in rows(path)) == ["ok", "skipped"]
+
+
+def test_cuda_graphs_are_refused(path):
+    model = small()
+    with (
+        pytest.raises(Exception, match="UnsupportedModelError: hookstore cannot record what runs as CUDA graphs"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        with recording(model, path):
+            torch.compile(model, mode="reduce-overhead")(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("around", ["backward", "all"])
+def test_compiled_autograd_is_refused(path, around):
+    from torch._dynamo import compiled_autograd
+
+    model = small()
+    compiled_model = torch.compile(model, backend="aot_eager")
+    with pytest.raises(Exception, match="UnsupportedModelError: hookstore cannot record a compiled model under compiled_autograd"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", hookstore.CaptureWarning)
+            with recording(model, path):
+                everything = contextlib.ExitStack()
+                with everything:
+                    if around == "all":
+                        everything.enter_context(compiled_autograd._enable(torch.compile(backend="aot_eager")))
+                    loss = compiled_model(torch.ones(3, 4)).sum()
+                    if around == "backward":
+                        everything.enter_context(compiled_autograd._enable(torch.compile(backend="aot_eager")))
+                    loss.backward()
+
+
+def test_compiled_autograd_of_an_eager_model(path):
+    from torch._dynamo import compiled_autograd
+
+    model = small()
+    with recording(model, path, kinds=("activation", "gradient")) as recorder, recorder.at(epoch=0, batch=0):
+        loss = model(torch.ones(3, 4)).sum()
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+    assert len(rows(path)) == 6
+
+
+def test_export_bakes_nothing_in(path):
+    model = small()
+    with recording(model, path) as recorder, recorder.at(epoch=0, batch=0):
+        for strict in (True, False):
+            program = torch.export.export(model, (torch.ones(3, 4),), strict=strict)
+            assert not [node for node in program.graph.nodes if "hookstore" in str(node.target)]
+        recorder.flush()
+        with hookstore.open(path) as run:
+            assert not run.manifest.num_rows
+        model(torch.ones(3, 4)).sum().backward()
+    assert {key[6] for key in rows(path)} == {0}
+
+
+def test_a_torch_without_effects_refuses_compiled_models_and_records_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "_LEAST_TORCH", (99, 1))
+    model = small()
+    with recording(model, tmp_path / "eager") as recorder:
+        batches()(model, recorder)
+    assert rows(tmp_path / "eager")
+    message = f"needs torch 99.1 or newer, and this is {torch.__version__}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hookstore.CaptureWarning)
+        with pytest.raises(Exception, match=message.replace("+", ".")), recording(model, tmp_path / "later"):
+            torch.compile(model, backend="aot_eager")(torch.ones(3, 4))
+    torch._dynamo.reset()
+    model[0].compile(backend="aot_eager")
+    with pytest.raises(hookstore.UnsupportedModelError, match="module '0' is compiled: recording compiled models"):
+        recording(model, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_the_check_of_a_jit_trace_leaves_no_phantom_records(path):
+    model = nn.Sequential(nn.Linear(2, 1))
+    with recording(model, path) as recorder, recorder.at(epoch=0, batch=0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.trace(model, torch.ones(3, 2))
+        recorder.flush()
+        with hookstore.open(path) as run:
+            assert not run.manifest.num_rows
+        model(torch.ones(3, 2)).sum().backward()
+    assert {key[6] for key in rows(path)} == {0}
+
+
+# Inductor ---------------------------------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
+
+
+@needs_compiler
+def test_inductor(tmp_path):
+    found = in_both(tmp_path, Discriminating, batches(num=3), backend="inductor", rtol=1e-5, atol=1e-6, layers="*", every=2)
+    assert {key[5] for key in found} == {0, 2}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Checkpointed, Unusual, lambda: Views(edits=True)], ids=["checkpointed", "unusual", "views"])
+def test_inductor_with_whatever_there_is(tmp_path, make):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*edited in place")
+        in_both(tmp_path, make, batches(size=(2, 3, 4)), backend="inductor", rtol=1e-5, atol=1e-6, layers="*")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_trains_the_same_with_and_without_recording(tmp_path, dtype):
+    """Taps can change what is fused: float32 weights come out within 1e-5, bfloat16 ones within 2 %."""
+
+    def train(model):
+        call = torch.compile(model, fullgraph=True)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            call(torch.randn(3, 5, 4, generator=generator).to(dtype)).pow(2).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    model = small().to(dtype)
+    expected = train(copy.deepcopy(model))
+    torch._dynamo.reset()
+    with recording(model, tmp_path / "run", kinds=("activation", "gradient")):
+        found = train(model)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            gradient, other, rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=1e-5 if dtype is torch.float32 else 2e-2
+        )
