@@ -129,7 +129,7 @@ class Taps:
 def trace_tick(taps_number: int, switch: str) -> None:
     """Trace the root module's call."""
     prepare()
-    torch.ops.hookstore.tick(taps_number, bool(getattr(SWITCHES, switch)))
+    tick(taps_number, bool(getattr(SWITCHES, switch)))
 
 
 def trace_begin(
@@ -141,7 +141,7 @@ def trace_begin(
     prepare()
     begin(number)
     if "input_gradient" in kinds:
-        torch.ops.hookstore.no_input_gradient(number)
+        refuse_input_gradient(number)
     if "input" in kinds:
         tensors: list[torch.Tensor] = []
         positional = tuple([describe(value, tensors) for value in args])
@@ -169,7 +169,7 @@ def prepare() -> None:
         raise UnsupportedModelError(obstacle)
     _Traced.is_any = True
     _tracing.graph_task = _graph_task()
-    for function in (begin, show, end):
+    for function in (tick, begin, refuse_input_gradient, show, end):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
     _compiling_begins()
@@ -264,18 +264,30 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
+def tick(number: int, is_watched: bool) -> None:  # noqa: FBT001
+    """Go on to the next batch."""
+    if not _is_traced_again():
+        _chain(torch.ops.hookstore.tick.default, number, is_watched)
+
+
 def begin(number: int) -> None:
     """Begin a call of a layer."""
     if not _is_traced_again():
         _refuse_cuda_graphs()
         _tracing.sequence_nr[number] = _sequence_nr()
-        torch.ops.hookstore.begin(number)
+        _chain(torch.ops.hookstore.begin.default, number)
+
+
+def refuse_input_gradient(number: int) -> None:
+    """Say that a call's input gradients are not captured."""
+    if not _is_traced_again():
+        _chain(torch.ops.hookstore.no_input_gradient.default, number)
 
 
 def show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
     """Show what a layer's call gets."""
     if not _is_traced_again() and not any(map(_is_wrapped, values)):
-        torch.ops.hookstore.show([value.detach() for value in values], number, kind, plan)
+        _chain(torch.ops.hookstore.show.default, [value.detach() for value in values], number, kind, plan)
 
 
 def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan: int) -> None:  # noqa: FBT001
@@ -283,17 +295,16 @@ def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan:
     if _is_traced_again():
         return
     if any(map(_is_wrapped, values)):
-        torch.ops.hookstore.end_without(number)
+        _chain(torch.ops.hookstore.end_without.default, number)
         return
     detached = [value.detach() for value in values]
     watched = (
         [position for position, value in enumerate(values) if value.requires_grad] if takes_gradient and torch.is_grad_enabled() else []
     )
     if not watched:
-        torch.ops.hookstore.end(detached, number, plan)
+        _chain(torch.ops.hookstore.end.default, detached, number, plan)
         return
-    call = torch.ops.hookstore.end_watched(detached, number, plan)
-    _save_for_backward()
+    call = _chain(torch.ops.hookstore.end_watched.default, detached, number, plan)
     bases = [id(values[position] if values[position]._base is None else values[position]._base) for position in watched]
     for position, base in zip(watched, bases, strict=True):
         _Watch(values[position], call, number, plan, position, has_own_base=bases.count(base) == 1)
@@ -317,12 +328,26 @@ def _refuse_cuda_graphs() -> None:
         )
 
 
-def _save_for_backward() -> None:
-    """Have the compiler keep what the last operator returned, where it would compute that again in the backward because of activation checkpointing."""
+def _chain(operator: torch._ops.OpOverload, *arguments: Any) -> torch.Tensor:
+    """Call an operator, and have it run after the one before: inductor of torch 2.14 lets operators with effects go out of order where no data binds them."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    if mode is None:  # a backend that runs the graph as it is
+        made: torch.Tensor = operator(None, *arguments)
+        return made
+    made = operator(getattr(mode, _LAST, None), *arguments)
+    setattr(mode, _LAST, made)
+    _save_for_backward(operator)
+    return made
+
+
+_LAST = "_hookstore_last"  # what the last operator of a trace returned, kept where it goes away with the trace
+
+
+def _save_for_backward(operator: torch._ops.OpOverload) -> None:
+    """Have the compiler keep what an operator returned, where it would compute that again in the backward because of activation checkpointing."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None:
         return
-    operator = torch.ops.hookstore.end_watched.default
     for node in itertools.islice(reversed(mode.tracer.graph.nodes), 8):
         made_by = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else node
         if operator in (node.target, *node.args, made_by.target, *made_by.args):
@@ -401,27 +426,30 @@ def _is_given(tensor: torch.Tensor) -> bool:
 _NUM_CALL = 7  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure
 
 
-def _run_tick(number: int, is_watched: bool) -> None:  # noqa: FBT001
+def _run_tick(_after: object, number: int, is_watched: bool) -> torch.Tensor:  # noqa: FBT001
     on_tick = _ticks.get(number)
     if on_tick is not None and _graph_task() == -1:
         on_tick(is_watched)
+    return torch.empty(0, device="cpu")
 
 
-def _run_begin(number: int) -> None:
+def _run_begin(_after: object, number: int) -> torch.Tensor:
     layer = _layers.get(number)
     if layer is not None and _graph_task() == -1:
         with _measured(layer):
             layer.begin()
+    return torch.empty(0, device="cpu")
 
 
-def _run_no_input_gradient(number: int) -> None:
+def _run_no_input_gradient(_after: object, number: int) -> torch.Tensor:
     layer = _layers.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.current()
     if layer is not None and call is not None:
         layer.sink.skip_value(layer.name, "input_gradient", call, _NO_INPUT_GRADIENT)
+    return torch.empty(0, device="cpu")
 
 
-def _run_show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
+def _run_show(_after: object, values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> torch.Tensor:
     layer = _layers.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.current()
     if layer is not None and call is not None:
@@ -432,15 +460,17 @@ def _run_show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int)
             else:
                 for name, parameter in zip(plan_of_values.leaves, values, strict=True):
                     layer.sink.put(layer.name, "parameter", name, parameter, call)
+    return torch.empty(0, device="cpu")
 
 
-def _run_end(values: Sequence[torch.Tensor], number: int, plan: int) -> None:
+def _run_end(_after: object, values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
     layer = _layers.get(number)
     if layer is not None and _graph_task() == -1:
         _end(layer, values, plan)
+    return torch.empty(0, device="cpu")
 
 
-def _run_end_watched(values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
+def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
     layer = _layers.get(number)
     with _undisturbed():
         if _graph_task() != -1:
@@ -457,11 +487,12 @@ def _run_end_watched(values: Sequence[torch.Tensor], number: int, plan: int) -> 
         return torch.from_numpy(numbers)
 
 
-def _run_end_without(number: int) -> None:
+def _run_end_without(_after: object, number: int) -> torch.Tensor:
     layer = _layers.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.end()
     if layer is not None and call is not None:
         layer.sink.skip_value(layer.name, "activation", call, _WRAPPED)
+    return torch.empty(0, device="cpu")
 
 
 def _no_call(plan: int) -> Numbers:
@@ -570,13 +601,13 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
     library = torch.library.Library("hookstore", "DEF")
     nothing = lambda *_: None  # noqa: E731
     for schema, run, fake in (
-        ("tick(int number, bool is_watched) -> ()", _run_tick, nothing),
-        ("begin(int number) -> ()", _run_begin, nothing),
-        ("no_input_gradient(int number) -> ()", _run_no_input_gradient, nothing),
-        ("show(Tensor[] values, int number, str kind, int plan) -> ()", _run_show, nothing),
-        ("end(Tensor[] values, int number, int plan) -> ()", _run_end, nothing),
-        ("end_watched(Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
-        ("end_without(int number) -> ()", _run_end_without, nothing),
+        ("tick(Tensor? after, int number, bool is_watched) -> Tensor", _run_tick, _fake_nothing),
+        ("begin(Tensor? after, int number) -> Tensor", _run_begin, _fake_nothing),
+        ("no_input_gradient(Tensor? after, int number) -> Tensor", _run_no_input_gradient, _fake_nothing),
+        ("show(Tensor? after, Tensor[] values, int number, str kind, int plan) -> Tensor", _run_show, _fake_nothing),
+        ("end(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end, _fake_nothing),
+        ("end_watched(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
+        ("end_without(Tensor? after, int number) -> Tensor", _run_end_without, _fake_nothing),
         ("gradient(Tensor gradient, Tensor call, int number, int plan, int position) -> ()", _run_gradient, nothing),
         ("no_gradient(Tensor call, int number, int plan, int position, int reason) -> ()", _run_no_gradient, nothing),
     ):
@@ -592,7 +623,11 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
     return library, True
 
 
-def _fake_call(values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:  # noqa: ARG001
+def _fake_nothing(*_arguments: object) -> torch.Tensor:
+    return torch.empty(0, device="cpu")
+
+
+def _fake_call(_after: object, values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:  # noqa: ARG001
     return torch.empty(_NUM_CALL + len(_plans[plan][0].leaves), dtype=torch.int64, device="cpu")
 
 

@@ -635,7 +635,7 @@ def test_an_output_that_is_not_used_has_the_zeros_that_the_compiled_backward_com
 
 def test_a_model_under_vmap_is_a_gap(path):
     model = nn.Linear(2, 1)
-    batched = torch.compile(lambda inputs: torch.vmap(model)(inputs), backend="aot_eager", fullgraph=True)
+    batched = torch.compile(torch.vmap(model), backend="aot_eager", fullgraph=True)
     with pytest.warns(hookstore.CaptureWarning, match="functorch"), recording(model, path, kinds=("activation", "gradient")):
         assert torch.equal(batched(torch.ones(3, 2)), model(torch.ones(3, 2)))
     assert sorted(key[9] for key in rows(path)) == ["ok", "skipped"]
@@ -658,18 +658,19 @@ def test_compiled_autograd_is_refused(path, around):
 
     model = small()
     compiled_model = torch.compile(model, backend="aot_eager")
-    with pytest.raises(Exception, match="UnsupportedModelError: hookstore cannot record a compiled model under compiled_autograd"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", hookstore.CaptureWarning)
-            with recording(model, path):
-                everything = contextlib.ExitStack()
-                with everything:
-                    if around == "all":
-                        everything.enter_context(compiled_autograd._enable(torch.compile(backend="aot_eager")))
-                    loss = compiled_model(torch.ones(3, 4)).sum()
-                    if around == "backward":
-                        everything.enter_context(compiled_autograd._enable(torch.compile(backend="aot_eager")))
-                    loss.backward()
+    with (
+        pytest.raises(Exception, match="UnsupportedModelError: hookstore cannot record a compiled model under compiled_autograd"),
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as stack,
+    ):
+        warnings.simplefilter("ignore", hookstore.CaptureWarning)
+        stack.enter_context(recording(model, path))
+        if around == "all":
+            stack.enter_context(compiled_autograd._enable(torch.compile(backend="aot_eager")))
+        loss = compiled_model(torch.ones(3, 4)).sum()
+        if around == "backward":
+            stack.enter_context(compiled_autograd._enable(torch.compile(backend="aot_eager")))
+        loss.backward()
 
 
 def test_compiled_autograd_of_an_eager_model(path):
