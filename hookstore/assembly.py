@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hookstore.errors import CorruptRunError, HookstoreError, MissingCaptureError
 from hookstore.joined import join, join_torch
-from hookstore.structure import PARTS, Branch, Structure, decode
+from hookstore.structure import PARTS, TENSOR, Branch, Structure, decode
 from hookstore.values import NotStored, PackedSequence, build
 
 
@@ -56,6 +56,13 @@ class Assembly:
     may_be_absent : str or None
         Where a tensor without a row is one that no gradient arrived for, "" or why that is not certain; ``None`` where every tensor has a row.
 
+    Attributes
+    ----------
+    whole : Branch or None
+        Structure of the value, ``None`` where the rows have none.
+    most_often : int
+        How often the same leaf was captured.
+
     Raises
     ------
     CorruptRunError
@@ -85,10 +92,16 @@ class Assembly:
                 raise CorruptRunError(f"{place}: the manifest has a structure that makes no sense ({error})") from error
         # Where the clock stood at one place twice, the value may have had another structure: the last one counts.
         self.whole: Branch | None = [part for part in parts if part.is_captured][-1].structure.whole
+        self.most_often = max(Counter(part.row["leaf"] for part in parts if part.is_captured).values())
         self._of_tensor: dict[str, list[Part]] = {}
         for part in parts:
             if part.structure.whole == self.whole:
                 self._of_tensor.setdefault(part.tensor, []).append(part)
+        if self.whole is not None:
+            tensors = {leaf.path for leaf in self.whole.leaves() if leaf.node == TENSOR}
+            strange = [path for path, found in self._of_tensor.items() if path not in tensors and any(part.is_captured for part in found)]
+            if strange:
+                raise self._makes_no_sense(f"it has no tensor at {strange[0]!r}")
 
     @property
     def tensors(self) -> list[str]:
@@ -98,12 +111,6 @@ class Assembly:
     def has(self, path: str) -> bool:
         """Say whether there is a tensor with that leaf path, and it was captured."""
         return any(part.is_captured for part in self._of_tensor.get(path, ()))
-
-    @property
-    def most_often(self) -> int:
-        """How often a row of the value was captured."""
-        counts = Counter(part.row["leaf"] for parts in self._of_tensor.values() for part in parts if part.is_captured)
-        return max(counts.values())
 
     def value(self, branch: Branch) -> Any:
         """Return the whole value, or a branch of it.
@@ -161,7 +168,7 @@ class Assembly:
             f"{what} {why}. The other leaves can be read by .leaf()", status=row["status"] if row else None, **self._where
         )
 
-    def _makes_no_sense(self, error: Exception) -> CorruptRunError:
+    def _makes_no_sense(self, error: Exception | str) -> CorruptRunError:
         return CorruptRunError(
             f"{self._place}: the manifest has a structure that makes no sense, or one that the tensors do not fit ({error})"
         )

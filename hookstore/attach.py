@@ -1,4 +1,4 @@
-"""When the hooks of a recording are on its model, and what else follows the training: the automatic clock, and the count of optimizer steps."""
+"""When the hooks of a recording are on its model, and what else follows the training: the automatic clock, and the optimizers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.compiled import Taps, discard, follow, has_compiled, meet_compiler, trace_tick
-from hookstore.hooks import InertCopy, LayerHooks, is_traced
-from hookstore.schedule import Clock
+from hookstore.hooks import InertCopy, LayerHooks, describe_error, has_raised, is_traced
+from hookstore.optimizers import OptimizerHooks
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 
@@ -39,6 +38,21 @@ class _TickHook(InertCopy):
             self._hooks.tick()
 
 
+class _RaisedHook(InertCopy):
+    """Marks the batch in which the root module raises, whichever of its layers are recorded."""
+
+    __slots__ = ("_sink",)
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        if output is None and not _is_compiling() and has_raised() and _graph_task() == -1 and not is_traced():
+            here = self._sink.clock.here()
+            if here is not None:
+                self._sink.cut_short(here, f"the forward of the model raised {describe_error()}")
+
+
 class ModelHooks:
     """All hooks of a recording. On batches that the schedule leaves out there are none on the layers.
 
@@ -57,14 +71,18 @@ class ModelHooks:
     def __init__(self, model: nn.Module, layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
         self._model = weakref.ref(model)
         self._sink = sink
+        selected, wanted = list(layers), frozenset(kinds)
+        of_calls = wanted - {"parameter_gradient"}
         self._taps = Taps(_weakly(self))
-        self._layers = [LayerHooks(layer, kinds, sink, self._taps) for layer in layers]
+        self._layers = [LayerHooks(layer, of_calls, sink, self._taps) for layer in selected] if of_calls else []
         self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
         self._is_pinned = False
         self._tick_hook = _TickHook(self, self._taps)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
-        self._step_handle = _count_steps(model, sink.clock)
+        self._raised_hook = None if any(layer.name == "" for layer in selected) else _RaisedHook(sink)
+        self._raised_handle: RemovableHandle | None = None
+        self._optimizers = OptimizerHooks(model, selected if "parameter_gradient" in wanted else (), sink, sink.scaler)
         discard()
         follow(self)
 
@@ -72,6 +90,7 @@ class ModelHooks:
         """Register and remove hooks as the clock's position asks."""
         if self._is_removed:
             return
+        self._optimizers.turn()
         clock = self._sink.clock
         self._meet_compiler()
         self._install(wanted=clock.may_record)
@@ -90,6 +109,7 @@ class ModelHooks:
         self._meet_compiler()
         clock.tick()
         wanted = clock.here() is not None
+        self._optimizers.turn()
         self._install(wanted=wanted)
         self._taps.turn(on=wanted)
 
@@ -97,6 +117,7 @@ class ModelHooks:
         """Go on to the next batch: a compiled graph is calling the root module. Which graph that is was decided before it ran, and so is now for the next."""
         clock = self._sink.clock
         clock.tick()
+        self._optimizers.turn()
         here = clock.here()
         if here is not None and not is_watched:
             self._sink.skip_unforeseen(here)
@@ -108,6 +129,7 @@ class ModelHooks:
             self._is_pinned = True
             for layer in self._layers:
                 layer.install()
+            self._watch_root(wanted=True)
 
     def _meet_compiler(self) -> None:
         """Make good what was compiled before we heard of it."""
@@ -133,6 +155,16 @@ class ModelHooks:
                 if not self._is_pinned:
                     layer.remove()
                 layer.forget()
+        self._watch_root(wanted=wanted or self._is_pinned)
+
+    def _watch_root(self, *, wanted: bool) -> None:
+        """Have the root tell when it raises."""
+        model = self._model()
+        if not wanted and self._raised_handle is not None:
+            self._raised_handle.remove()
+            self._raised_handle = None
+        elif wanted and self._raised_handle is None and self._raised_hook is not None and model is not None:
+            self._raised_handle = model.register_forward_hook(self._raised_hook, always_call=True)
 
     @property
     def is_installed(self) -> bool:
@@ -144,8 +176,15 @@ class ModelHooks:
         """Names of the layers of which no call was recorded."""
         return [layer.name for layer in self._layers if not layer.was_called]
 
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether gradients of parameters are wanted, and no optimizer has shown any."""
+        return self._optimizers.has_layers and not self._optimizers.has_captured
+
     def remove(self) -> None:
         """Remove every hook, for good."""
+        with contextlib.suppress(BaseException):  # where the writer has failed, there is no manifest to say it in
+            self._optimizers.turn()
         self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
         self._taps.close()
@@ -155,7 +194,8 @@ class ModelHooks:
         if self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None
-        self._step_handle.remove()
+        self._watch_root(wanted=False)
+        self._optimizers.remove()
 
 
 def _weakly(hooks: ModelHooks) -> Callable[[bool], None]:
@@ -168,16 +208,3 @@ def _weakly(hooks: ModelHooks) -> Callable[[bool], None]:
             alive.tick_inside(is_watched=is_watched)
 
     return tick
-
-
-def _count_steps(model: nn.Module, clock: Clock) -> RemovableHandle:
-    """Count the steps of optimizers that hold a parameter of the model."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-
-    def count(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if optimizer not in concerned:
-            concerned[optimizer] = any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
-        clock.step += concerned[optimizer]
-
-    return register_optimizer_step_post_hook(count)

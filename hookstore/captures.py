@@ -33,7 +33,7 @@ _PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32
 
 
 class LayerRun:
-    """One layer of a run. Its captures are under ``activation``, ``gradient``, ``input`` and ``parameter``."""
+    """One layer of a run. Its captures are under ``activation``, ``gradient``, ``input``, ``parameter`` and the gradients of these two."""
 
     def __init__(self, run: Run, name: str) -> None:
         self.run = run
@@ -55,9 +55,19 @@ class LayerRun:
         return Captures(self.run, self.name, "input")
 
     @property
+    def input_gradient(self) -> Captures:
+        """The module's own share of the gradient of what it was called with."""
+        return Captures(self.run, self.name, "input_gradient")
+
+    @property
     def parameter(self) -> Captures:
         """The module's own parameters, as the forward saw them."""
         return Captures(self.run, self.name, "parameter")
+
+    @property
+    def parameter_gradient(self) -> Captures:
+        """Gradients of the module's own parameters, as the optimizer saw them; ``step`` in their rows counts the steps before."""
+        return Captures(self.run, self.name, "parameter_gradient")
 
     @property
     def kinds(self) -> list[str]:
@@ -363,6 +373,8 @@ class Captures:
         positions = index.find(phase, **where)
         if attempt is not None:
             positions = index.only_attempt(positions, attempt)
+        if backward is not None:
+            positions = index.only_backward(positions, backward)
         if positions.size:
             latest = index.only_last_attempt(index.only_captured(positions))
             leaves = self._shown(index.leaves(latest if latest.size else positions))
@@ -372,8 +384,6 @@ class Captures:
             chosen = leaf if leaf is not None else leaves[0] if len(leaves) == 1 else self._leaf
             if chosen is not None:
                 positions = index.only_leaf(positions, chosen)
-            if backward is not None:
-                positions = index.only_backward(positions, backward)
         if positions.size:
             captured = index.only_last_attempt(index.only_captured(positions))
             if captured.size > 1 and backward is None:

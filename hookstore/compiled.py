@@ -34,7 +34,7 @@ from hookstore.layout import Call
 from hookstore.nested import Plan, flatten, flatten_arguments
 from hookstore.schedule import Coordinates
 from hookstore.sink import Sink
-from hookstore.watch import _as_view, _is_injective
+from hookstore.watch import View
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _LEAST_TORCH = (2, 11)  # the first with effects in the backward of a compiled model
@@ -363,7 +363,7 @@ class _Watch:
         self._version: torch.Tensor | None = None
         self._unedited = output._version
         base = output._base
-        self._base_view: tuple[Any, ...] | None = None
+        self._base_view: View | None = None
         self._has_arrived = False
         if _is_given(output):
             self._gap(0)
@@ -374,10 +374,8 @@ class _Watch:
             began = _tracing.sequence_nr.get(number)
             made = None if _is_given(base) or base.grad_fn is None else base.grad_fn._sequence_nr()
             is_inside = made is not None and began is not None and made >= began
-            if has_own_base and is_inside and base.dtype == output.dtype and _is_injective(output):
-                offset = output.storage_offset() - base.storage_offset()
-                lazy = (base.is_conj() != output.is_conj(), base.is_neg() != output.is_neg())
-                self._base_view = (base.size(), base.stride(), output.size(), output.stride(), offset, *lazy)
+            if has_own_base and is_inside:
+                self._base_view = View.of(output, base)
             base.register_hook(self._of_base)
 
     @property
@@ -398,7 +396,7 @@ class _Watch:
         elif self._base_view is None:
             self._gap(1)
         else:
-            torch.ops.hookstore.gradient(_as_view(gradient.detach(), *self._base_view), self._call, *self._which)
+            torch.ops.hookstore.gradient(self._base_view.look_at(gradient.detach()), self._call, *self._which)
 
     def _gap(self, reason: int) -> None:
         torch.ops.hookstore.no_gradient(self._call, *self._which, reason)

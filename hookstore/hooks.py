@@ -16,7 +16,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from hookstore.compiled import Taps, trace_begin, trace_end
 from hookstore.layout import Call
 from hookstore.nested import Plan, flatten, flatten_arguments, type_name
+from hookstore.recomputation import recall, remember
 from hookstore.schedule import Budget
 from hookstore.selection import Layer
+from hookstore.shares import Input, ShareWatch, note_inputs, watch_inputs
 from hookstore.sink import Sink
 from hookstore.watch import GradientWatch
 
@@ -50,11 +52,21 @@ class InertCopy:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+class _Noted(NamedTuple):
+    """What was noted when a call began whose input gradients are wanted, or that runs during a backward."""
+
+    depth: int  # of the stack, with this call
+    sequence_nr: int
+    inputs: list[Input]
+    structure: int  # of the arguments
+
+
 class _Calls(threading.local):
     """The calls of one layer that are under way on this thread, innermost last; ``None`` for one that is not recorded."""
 
     def __init__(self) -> None:
         self.stack: list[Call | None] = []
+        self.noted: list[_Noted] = []
 
 
 class LayerHooks:
@@ -77,12 +89,14 @@ class LayerHooks:
         self.sink = sink
         self.kinds = frozenset(kinds)
         self.takes_activation = "activation" in self.kinds
-        self.takes_gradient = "gradient" in self.kinds
-        self.takes_arguments = not self.kinds.isdisjoint(("input", "parameter"))
+        self.takes_output_gradient = "gradient" in self.kinds
+        self.takes_input_gradient = "input_gradient" in self.kinds
+        self.takes_gradient = self.takes_output_gradient or self.takes_input_gradient
+        self.takes_arguments = not self.kinds.isdisjoint(("input", "input_gradient", "parameter"))
         self.calls = _Calls()
         self.was_called = False
         self.number, self.switch = taps.add(self), taps.switch
-        self.watches: list[GradientWatch] = []
+        self.watches: list[GradientWatch | ShareWatch] = []
         self._told: set[tuple[str, ...]] = set()  # what of its values is not stored, and has a row that says so
         self._module = weakref.ref(layer.module)
         self._pre: Callable[..., None] = _PreHook(self)
@@ -96,8 +110,8 @@ class LayerHooks:
         module = self._module()
         if not self._handles and module is not None:
             self._handles = [
-                module.register_forward_pre_hook(self._pre, with_kwargs="input" in self.kinds),
-                module.register_forward_hook(self._post),
+                module.register_forward_pre_hook(self._pre, with_kwargs=not self.kinds.isdisjoint(("input", "input_gradient"))),
+                module.register_forward_hook(self._post, always_call=True),
             ]
 
     def remove(self) -> None:
@@ -120,7 +134,7 @@ class LayerHooks:
             stack.append(None)
             return None
         if stack and (stack[-1] is None or stack[-1].coordinates is not coordinates):
-            stack.clear()  # left behind by a forward that raised
+            self._clear(stack)
         counter = coordinates.calls.get(self.name)
         if counter is None:
             counter = coordinates.calls.setdefault(self.name, itertools.count())
@@ -129,6 +143,13 @@ class LayerHooks:
         call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan))  # half the time of Call(…)
         stack.append(call)
         return call
+
+    def _clear(self, stack: list[Call | None]) -> None:
+        """Forget calls that began and never ended, and mark their batches."""
+        for call in stack:
+            if call is not None:
+                self.sink.cut_short(call.coordinates, f"a call of layer {self.name!r} was broken off")
+        stack.clear()
 
     def current(self) -> Call | None:
         """Return the innermost call if it is recorded."""
@@ -144,8 +165,11 @@ class LayerHooks:
         """Take what a call returned, where that is not one plain tensor."""
         tensors, plan = flatten(output)
         call = self.take_output(tensors, plan, call, type(output))
-        if self.takes_gradient and torch.is_grad_enabled():
-            self.watch(tuple(zip(plan.leaves, tensors, strict=True)), call)
+        if self.takes_gradient:
+            if torch.is_grad_enabled():
+                self.watch(tuple(zip(plan.leaves, tensors, strict=True)), call)
+            else:
+                remember(self, call)
 
     def take_output(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, kind: type) -> Call:
         """Take the tensors that a call returned, and return the call with the value's structure."""
@@ -156,6 +180,48 @@ class LayerHooks:
             if plan.others or not tensors:
                 self.tell("activation", plan, call, "" if tensors else f"the module returned a {type_name(kind)} without tensors")
         return call
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a call begins with."""
+        calls = self.calls
+        depth = len(calls.stack)
+        while calls.noted and calls.noted[-1].depth >= depth:
+            calls.noted.pop()  # left behind by a call that was broken off
+        inputs: list[Input] = []
+        structure = 0
+        if self.takes_input_gradient and torch.is_grad_enabled():
+            tensors, plan = flatten_arguments(args, kwargs)
+            inputs = note_inputs(zip(plan.leaves, tensors, strict=True))
+            structure = self.sink.structure(plan.text)
+        calls.noted.append(_Noted(depth, _sequence_nr(), inputs, structure))
+
+    def _noted(self) -> _Noted | None:
+        """Return what was noted of the call that has just been taken off the stack."""
+        calls = self.calls
+        while calls.noted:
+            noted = calls.noted.pop()
+            if noted.depth == len(calls.stack) + 1:
+                return noted
+        return None
+
+    def break_off(self, call: Call) -> None:
+        """Note that a call raised, so that its batch is not whole."""
+        self._noted()
+        self.sink.cut_short(call.coordinates, f"the forward of layer {self.name!r} raised {describe_error()}")
+
+    def see_again(self, output: object) -> None:
+        """Take the gradients of a call that ran during a backward, and repeats one that ran without grad."""
+        noted = self._noted()
+        repeated = recall(self)
+        if noted is None or repeated is None or not torch.is_grad_enabled():
+            return
+        with torch._C.DisableTorchFunction():
+            call = repeated.call._replace(sequence_nr=noted.sequence_nr)
+            tensors, plan = flatten(output)
+            outputs = list(zip(plan.leaves, tensors, strict=True))
+            if self.takes_output_gradient:
+                self._watch_outputs(outputs, call, repeated.backward)
+            self._watch_inputs(noted, outputs, call, repeated.backward)
 
     def see_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
         """Take what the module is called with."""
@@ -189,12 +255,25 @@ class LayerHooks:
                 self.sink.skip_other(self.name, kind, call, other)
 
     def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
-        """Have the gradients of a call's outputs captured when they arrive."""
+        """Have the gradients of a call's outputs and inputs captured when they arrive."""
         if self.watches and self.watches[0].coordinates is not call.coordinates:
             current = {id(output): output for _, output in outputs}
             for watch in self.watches:
                 watch.forget_any(current)
             self.watches.clear()
+        if self.takes_output_gradient:
+            self._watch_outputs(outputs, call, 0)
+        if self.takes_input_gradient:
+            noted = self._noted()
+            if noted is not None and noted.inputs:
+                with torch._C.DisableTorchFunction():
+                    self._watch_inputs(noted, outputs, call, 0)
+
+    def _watch_inputs(self, noted: _Noted, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
+        call = call._replace(structure=noted.structure)
+        self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, backward))
+
+    def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
         bases: dict[int, list[GradientWatch]] = {}
         for leaf, output in outputs:
             if not output.requires_grad:
@@ -202,9 +281,10 @@ class LayerHooks:
             if torch._C._functorch.is_functorch_wrapped_tensor(output):
                 self.sink.skip_value(self.name, "gradient", call, "it is a functorch tensor (vmap, grad or jvp)", leaf=leaf)
                 continue
-            watch = GradientWatch(self.sink, self.name, leaf, output, call)
+            watch = GradientWatch(self.sink, self.name, "gradient", leaf, output, call, backward)
             self.watches.append(watch)
-            bases.setdefault(id(output if output._base is None else output._base), []).append(watch)
+            if len(outputs) > 1:
+                bases.setdefault(id(output if output._base is None else output._base), []).append(watch)
         for sharing in bases.values():
             if len(sharing) > 1:
                 for watch in sharing:
@@ -242,6 +322,20 @@ class _JitTrace:
         return False
 
 
+def has_raised() -> bool:
+    """Say whether the forward hook that asks, one that is always called, is called because the forward raised."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename != nn.modules.module.__file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_call_impl"  # otherwise it is called from a function inside that
+
+
+def describe_error() -> str:
+    """Name the exception that is being handled."""
+    kind, error, _ = sys.exc_info()
+    return "an exception" if kind is None else f"{kind.__name__}: {error}"[:200]
+
+
 class _PreHook(InertCopy):
     __slots__ = ("_hooks",)
 
@@ -255,9 +349,16 @@ class _PreHook(InertCopy):
                 trace_begin(hooks.number, hooks.switch, hooks.kinds, module, args, kwargs or {})
             return
         call = hooks.begin()
-        if call is None or not hooks.takes_arguments:
+        if call is None:
+            if hooks.takes_gradient and _graph_task() != -1:
+                with torch._C.DisableTorchFunction():
+                    hooks.note(args, kwargs or {})
+            return
+        if not hooks.takes_arguments:
             return
         with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
+            if hooks.takes_input_gradient:
+                hooks.note(args, kwargs or {})
             if "input" in hooks.kinds:
                 hooks.see_arguments(args, kwargs or {}, call)
             if "parameter" in hooks.kinds:
@@ -276,17 +377,24 @@ class _PostHook(InertCopy):
         hooks = self._hooks
         if _is_compiling():
             if not _is_exporting():
-                trace_end(hooks.number, hooks.switch, hooks.takes_gradient, output)
+                trace_end(hooks.number, hooks.switch, hooks.takes_output_gradient, output)
             return
         stack = hooks.calls.stack
         call = stack.pop() if stack else None
         if call is None:
+            if hooks.takes_gradient and _graph_task() != -1:
+                hooks.see_again(output)
             return
         if type(output) is torch.Tensor and not torch._C._len_torch_function_stack():  # the usual case, as short as can be
             if hooks.takes_activation:
                 hooks.sink.put(hooks.name, "activation", "", output, call)
-            if hooks.takes_gradient and torch.is_grad_enabled():
-                hooks.watch((("", output),), call)
+            if hooks.takes_gradient:
+                if torch.is_grad_enabled():
+                    hooks.watch((("", output),), call)
+                else:
+                    remember(hooks, call)
+        elif output is None and has_raised():
+            hooks.break_off(call)
         else:
             with torch._C.DisableTorchFunction():
                 hooks.see(output, call)

@@ -52,16 +52,22 @@ class SparseArray:
             If the parts do not fit each other.
         """
         found = np.zeros(self.shape, dtype=self.values.dtype)
-        if self.layout == "sparse_coo":
-            indices = self.parts["indices"]
-            _check(bool((indices >= 0).all()), "an index is negative")
-            if self.is_coalesced:
-                found[tuple(indices)] = self.values
+        try:
+            if self.layout == "sparse_coo":
+                self._fill(found)
             else:
-                np.add.at(found, tuple(indices), self.values)
-        else:
-            self._fill_compressed(found)
+                self._fill_compressed(found)
+        except IndexError as error:
+            raise ValueError(f"a sparse tensor of shape {self.shape} has an index outside of it") from error
         return found
+
+    def _fill(self, found: Array) -> None:
+        indices = self.parts["indices"]
+        _check(bool((indices >= 0).all()), "an index is negative")
+        if self.is_coalesced:
+            found[tuple(indices)] = self.values
+        else:
+            np.add.at(found, tuple(indices), self.values)
 
     def _fill_compressed(self, found: Array) -> None:
         """Write blocks into a dense array: those of the layouts without blocks have one element."""
@@ -75,7 +81,7 @@ class SparseArray:
         for position in np.ndindex(*batch):
             along = np.repeat(np.arange(pointers.shape[-1] - 1), np.diff(pointers[position]))
             across = others[position]
-            _check(bool((across >= 0).all()), "an index is negative")
+            _check(len(along) == len(across) and bool((across >= 0).all()), "an index is negative, or there are too few")
             rows, columns = (along, across) if by_row else (across, along)
             grid[position][rows, :, columns, :] = self.values[position].reshape(len(across), height, width, *rest)
 

@@ -19,6 +19,7 @@ from hookstore.structure import DEEPEST, MOST_TEXT, TENSOR, Key, Node, branches,
 
 _MOST_PLANS = 4096
 _MOST_OTHERS = 16  # things that are not stored, in a container without tensors, that have rows of their own
+_HOLDS_ITSELF, _WITHOUT_TENSORS = "it holds itself", "it has no tensors, and more than 16 other things"
 _PRIMITIVES = frozenset((str, int, float, bool, bytes, complex))
 
 
@@ -33,14 +34,14 @@ class Other(NamedTuple):
         Name of its type.
     reason : str
         Why it is not stored.
-    is_primitive : bool
-        Whether it is a text, a number or the like, or several of these.
+    is_trifle : bool
+        Whether it is a text, a number or the like, or several of these, or told already: nothing that one expects to be recorded.
     """
 
     leaf: str
     type: str
     reason: str
-    is_primitive: bool
+    is_trifle: bool
 
 
 class Plan(NamedTuple):
@@ -107,7 +108,7 @@ def _plan(node: Node) -> Plan:
             text if len(text) <= MOST_TEXT else "",
             tuple(leaf.path for leaf in leaves if leaf.node == TENSOR),
             tuple(
-                Other(leaf.path, leaf.node[1], why_other(leaf.node), leaf.node[1] in _PRIMITIVE_NAMES)
+                Other(leaf.path, leaf.node[1], why_other(leaf.node), _is_trifle(leaf.node))
                 for leaf in leaves
                 if isinstance(leaf.node, tuple)
             ),
@@ -116,6 +117,11 @@ def _plan(node: Node) -> Plan:
             _plans.clear()
         _plans[node] = plan
     return plan
+
+
+def _is_trifle(node: Node) -> bool:
+    _, name, reason = node
+    return name in _PRIMITIVE_NAMES or reason in (_HOLDS_ITSELF, _WITHOUT_TENSORS)
 
 
 # The walk -----------------------------------------------------------------------------------------------------------
@@ -138,7 +144,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], inside: tuple[int, ...]) 
         if isinstance(value, nn.Module | type | torch.Size) or not _is_container(value):
             return _other(kind)
     if id(value) in inside:
-        return _other(kind, "it holds itself")
+        return _other(kind, _HOLDS_ITSELF)
     if len(inside) == DEEPEST:
         return _other(kind, f"it lies more than {DEEPEST} levels deep")
     before = len(tensors)
@@ -148,7 +154,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], inside: tuple[int, ...]) 
         del tensors[before:]
         return _other(kind, f"reading it raises {type(error).__name__}")
     if len(tensors) == before and _num_others(node) > _MOST_OTHERS:
-        return _other(kind, f"it is a {type_name(kind)} without tensors")
+        return _other(kind, _WITHOUT_TENSORS)
     return node
 
 
@@ -250,6 +256,4 @@ def type_name(kind: type) -> str:
 
 
 _OF_PRIMITIVES: dict[type, Node] = {kind: _other(kind) for kind in _PRIMITIVES}
-_PRIMITIVE_NAMES = frozenset(
-    map(type_name, (*_PRIMITIVES, tuple, list, dict, set, frozenset, bytearray, slice, range, torch.Size, torch.device, torch.dtype))
-)
+_PRIMITIVE_NAMES = frozenset(map(type_name, (*_PRIMITIVES, bytearray, slice, range, torch.Size, torch.device, torch.dtype)))

@@ -54,7 +54,6 @@ from hookstore.writer import Writer
 
 Item = TypeVar("Item")
 
-_KINDS_NOW = ("activation", "gradient", "input", "parameter")
 _LEAST_BUFFER_BYTES = 64 << 10
 _DEVICE_RING_BYTES = 256 << 20
 
@@ -125,8 +124,9 @@ def record(
         Which layers: globs over ``named_modules()`` names, compiled regular expressions (searched), module types, predicates ``(name, module) -> bool``.
         The root is ``""``. By default every module without children.
     kinds : str or iterable of str
-        ``"activation"`` (what the module returns), ``"gradient"`` (of the loss with respect to that), ``"input"`` (what it is called with) and
-        ``"parameter"`` (its own parameters as the forward sees them).
+        ``"activation"`` (what the module returns), ``"gradient"`` (of the loss with respect to that), ``"input"`` (what it is called with),
+        ``"input_gradient"`` (the module's own share of the gradient of that), ``"parameter"`` (its own parameters as the forward sees them) and
+        ``"parameter_gradient"`` (their gradients as an optimizer's step uses them: summed over micro-batches, reduced over ranks, unscaled and clipped).
     every : int
         Record one batch in so many, from batch 0 of each epoch on.
     epochs, batches : int, iterable of int, callable, optional
@@ -467,6 +467,14 @@ class Recorder:
                 stacklevel=4,
             )
 
+        if self._hooks.lacks_steps and self._clock.was_due:
+            warnings.warn(
+                "no parameter_gradient was captured: no optimizer that holds a parameter of the selected layers has taken a step in a batch that is "
+                "recorded, or none of them had a gradient",
+                CaptureWarning,
+                stacklevel=4,
+            )
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise RecorderClosedError(f"the recorder of {self.path} is closed; open the run with hookstore.open")
@@ -501,12 +509,10 @@ def _check_share(option: str, value: float) -> None:
 def _check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
     given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in given:
-        if kind in KINDS and kind not in _KINDS_NOW:
-            raise OptionError(f"kinds: {kind!r} is not implemented yet; there are {', '.join(map(repr, _KINDS_NOW))}", option="kinds")
         if kind not in KINDS:
-            raise OptionError(f"kinds: expected some of {', '.join(map(repr, _KINDS_NOW))}, got {kind!r}", option="kinds")
+            raise OptionError(f"kinds: expected some of {', '.join(map(repr, KINDS))}, got {kind!r}", option="kinds")
     if not given:
-        raise OptionError(f"kinds is empty: expected some of {', '.join(map(repr, _KINDS_NOW))}", option="kinds")
+        raise OptionError(f"kinds is empty: expected some of {', '.join(map(repr, KINDS))}", option="kinds")
     return tuple(kind for kind in KINDS if kind in given)
 
 

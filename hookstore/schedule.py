@@ -31,12 +31,15 @@ class Coordinates:
         Position.
     calls : dict
         For each layer, the number that its next call there gets.
+    steps : dict
+        For each layer and parameter, the number of optimizer steps taken there.
     """
 
     phase: str
     epoch: int
     batch: int
     calls: dict[str, itertools.count[int]] = field(default_factory=dict, repr=False)
+    steps: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +348,7 @@ class _Position:
 
 def _called(position: _Position) -> list[Coordinates]:
     """Return the coordinates at a position under which a layer has been called."""
-    return [here for here in list(position.resolved.values()) if here is not None and here.calls]
+    return [here for here in list(position.resolved.values()) if here is not None and (here.calls or here.steps)]
 
 
 class _Frame:

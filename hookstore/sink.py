@@ -48,7 +48,7 @@ class Sink:
         self, stager: Stager, clock: Clock, *, dtype: str | None, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         self.is_active = True
-        self._scaler = scaler
+        self.scaler = scaler
         self.clock = clock
         self._stager = stager
         self._stored = {
@@ -58,13 +58,14 @@ class Sink:
         self._known: dict[tuple[object, ...], Array] = {}  # where tensors go that are copied as whole chunks within the host
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
+        self._cut_short: Coordinates | None = None
 
     def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
         """Stage one tensor, or note why it cannot be."""
         if not self.is_active:
             return
-        if self._scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
-            call = call._replace(scale=_scale_of(self._scaler))
+        if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
+            call = call._replace(scale=_scale_of(self.scaler))
         key: tuple[object, ...] | None = None
         array = None
         try:
@@ -79,7 +80,7 @@ class Sink:
                 _dispatch_keys(tensor).raw_repr(),
             )
             array = self._known.get(key)
-        except RuntimeError:  # a nested tensor has no shape
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
             pass
         if array is not None and type(tensor) in _PLAIN_TYPES:
             try:
@@ -176,12 +177,13 @@ class Sink:
             stacklevel=2,
         )
 
-    def skip(self, capture: Capture, reason: str) -> None:
-        """Note a gap, and warn about the first of its layer and kind."""
+    def skip(self, capture: Capture, reason: str, topic: str | None = None) -> None:
+        """Note a gap, and warn about the first of its layer and kind, or of its topic, where it has one."""
         capture.status, capture.reason = "skipped", reason
         self._stager.note(capture)
-        if (capture.layer, capture.kind) not in self._warned:
-            self._warned.add((capture.layer, capture.kind))
+        key = (capture.layer, capture.kind) if topic is None else (topic, "")
+        if key not in self._warned:
+            self._warned.add(key)
             where = capture.coordinates
             warnings.warn(
                 f"{capture.kind} of layer {capture.layer!r} was not captured, first in epoch {where.epoch}, batch {where.batch}: {reason}",
@@ -228,6 +230,16 @@ class Sink:
                 for here in self.clock.under_way:
                     self._stager.note(self._of_batch(here, "partial", reason))
 
+    def cut_short(self, here: Coordinates, reason: str) -> None:
+        """Mark a batch of which a forward was broken off while training goes on."""
+        if self.is_active and here is not self._cut_short:
+            self._cut_short = here
+            capture = self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing")
+            try:
+                self._stager.note(capture)
+            except BaseException as error:
+                self._failed(error, capture)
+
     def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Capture:
         """Make what stands for a whole batch in the manifest."""
         now = time.time_ns() // 1000
@@ -247,7 +259,7 @@ class Sink:
         except BaseException as error:
             self._failed(error, capture)
             return
-        if not other.is_primitive and (kind, other.type) not in self._warned:
+        if not other.is_trifle and (kind, other.type) not in self._warned:
             self._warned.add((kind, other.type))
             where = f"leaf {other.leaf!r} of the {kind}" if other.leaf else f"the {kind}"
             warnings.warn(
@@ -256,14 +268,14 @@ class Sink:
                 stacklevel=2,
             )
 
-    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "") -> None:
-        """Note that a value, or one leaf of it, could not be captured."""
+    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", topic: str | None = None) -> None:
+        """Note that a value, or one leaf of it, could not be captured; of all gaps with one topic only the first is warned about."""
         if not self.is_active:
             return
         capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
         capture.structure = call.structure
         try:
-            self.skip(capture, reason)
+            self.skip(capture, reason, topic)
         except BaseException as error:
             self._failed(error, capture)
 

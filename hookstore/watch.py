@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -13,7 +13,48 @@ from hookstore.layout import Call
 from hookstore.sink import Sink, why_not
 
 
-class GradientWatch:
+class Arrivals:
+    """Takes the gradients of one leaf of one call as they arrive, one backward after another.
+
+    Parameters
+    ----------
+    sink : Sink
+        Where gradients go.
+    layer, kind, leaf : str
+        What they are.
+    call : Call
+        The call that they are filed under.
+    backward : int
+        Number of the first one: above 0 where backwards over the same forward have been before, over another recomputation of it.
+    """
+
+    __slots__ = ("_backward", "_call", "_kind", "_layer", "_leaf", "_sink")
+
+    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, call: Call, backward: int = 0) -> None:
+        self._sink = sink
+        self._layer = layer
+        self._kind = kind
+        self._leaf = leaf
+        self._call = call
+        self._backward = backward
+
+    def put(self, gradient: torch.Tensor) -> None:
+        """Capture one."""
+        backward = self._backward
+        self._backward += 1
+        budget = self._sink.clock.budget
+        if budget is None:
+            self._sink.put(self._layer, self._kind, self._leaf, gradient, self._call, backward)
+        else:
+            with budget.measured():
+                self._sink.put(self._layer, self._kind, self._leaf, gradient, self._call, backward)
+
+    def skip(self, reason: str) -> None:
+        """Note that one arrived and cannot be captured."""
+        self._sink.skip_value(self._layer, self._kind, self._call, reason, leaf=self._leaf)
+
+
+class GradientWatch(Arrivals):
     """Tensor hooks that capture the gradient of one output of one call.
 
     An output that is a view needs care: once it is edited in place, a hook on it is lost, or sees a part of the gradient. If its base was made inside the
@@ -23,43 +64,35 @@ class GradientWatch:
 
     Parameters
     ----------
-    sink : Sink
-        Where gradients go.
-    layer, leaf : str
-        Whose output it is.
+    sink, layer, kind, leaf, call, backward
+        As in `Arrivals`.
     output : torch.Tensor
         Requires grad; referred to weakly.
-    call : Call
-        The call that returned it.
     """
 
-    __slots__ = ("_backward", "_base_view", "_call", "_handles", "_layer", "_leaf", "_sink", "_target", "_version", "coordinates")
+    __slots__ = ("_base_view", "_handles", "_target", "_version", "coordinates")
 
     __torch_unserializable__ = True  # a tensor with this hook can be saved; the hook is left out without a warning
 
-    def __init__(self, sink: Sink, layer: str, leaf: str, output: torch.Tensor, call: Call) -> None:
-        self.coordinates = call.coordinates
-        self._sink = sink
+    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, output: torch.Tensor, call: Call, backward: int = 0) -> None:
+        self._sink = sink  # (what super().__init__ would do, which costs a twentieth of the whole)
         self._layer = layer
+        self._kind = kind
         self._leaf = leaf
         self._call = call
-        self._backward = 0
+        self._backward = backward
+        self.coordinates = call.coordinates
         self._target = weakref.ref(output)
-        self._version: _Version | None = None
-        self._base_view: tuple[Any, ...] | None = None
-        self._handles = [output.register_hook(self)]
+        self._version: Version | None = None
+        self._base_view: View | None = None
         base = output._base
+        if base is not None:
+            output.grad_fn  # noqa: B018  # of a view that was edited through another one it is made only now, without which torch crashes (pytorch#196459)
+        self._handles = [output.register_hook(self)]
         if base is not None and not base.is_leaf:  # autograd allows no edits of a view of a leaf; that the optimizer edits the leaf is none
-            self._version = _Version(output)
-            if (
-                base.grad_fn is not None
-                and base.grad_fn._sequence_nr() >= call.sequence_nr
-                and base.dtype == output.dtype
-                and _is_injective(output)
-            ):
-                offset = int(output.storage_offset()) - int(base.storage_offset())
-                lazy = (base.is_conj() != output.is_conj(), base.is_neg() != output.is_neg())
-                self._base_view = (base.size(), base.stride(), output.size(), output.stride(), offset, *lazy)
+            self._version = Version(output)
+            if base.grad_fn is not None and base.grad_fn._sequence_nr() >= call.sequence_nr:
+                self._base_view = View.of(output, base)
             self._handles.append(base.register_hook(self._of_base))
 
     def distrust_base(self) -> None:
@@ -79,7 +112,7 @@ class GradientWatch:
             return
         with torch._C.DisableTorchFunction():
             if self._version is None or self._version.is_unchanged:
-                self._put(gradient)
+                self.put(gradient)
 
     def _of_base(self, gradient: torch.Tensor | None) -> None:
         """Take the gradient of the output from its base's, which comes after the output's own where there is one."""
@@ -87,25 +120,14 @@ class GradientWatch:
             return
         with torch._C.DisableTorchFunction():
             if self._base_view is None:
-                reason = "the output is a view that was edited in place, and the gradient of its base is not its own alone"
-                self._sink.skip_value(self._layer, "gradient", self._call, reason, leaf=self._leaf)
+                self.skip("the output is a view that was edited in place, and the gradient of its base is not its own alone")
             elif why_not(gradient) is not None:
-                self._put(gradient)
+                self.put(gradient)
             else:
-                self._put(_as_view(gradient.detach(), *self._base_view))
-
-    def _put(self, gradient: torch.Tensor) -> None:
-        backward = self._backward
-        self._backward += 1
-        budget = self._sink.clock.budget
-        if budget is None:
-            self._sink.put(self._layer, "gradient", self._leaf, gradient, self._call, backward)
-        else:
-            with budget.measured():
-                self._sink.put(self._layer, "gradient", self._leaf, gradient, self._call, backward)
+                self.put(self._base_view.look_at(gradient.detach()))
 
 
-class _Version:
+class Version:
     """Tells whether a tensor has been edited in place, without keeping its memory."""
 
     __slots__ = ("_counter", "_version")
@@ -127,6 +149,36 @@ def _nothing(device: torch.device) -> torch.Tensor:
         return torch.empty(0, device=device)
 
 
+class View(NamedTuple):
+    """How a view lies in its base: enough to look at the gradient of the base as at that of the view."""
+
+    base_size: torch.Size
+    base_stride: tuple[int, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> View | None:
+        """Describe a view, or return ``None`` where the base's gradient does not tell the view's."""
+        if base.dtype != view.dtype or not _is_injective(view):
+            return None
+        offset = int(view.storage_offset()) - int(base.storage_offset())
+        lazy = (base.is_conj() != view.is_conj(), base.is_neg() != view.is_neg())
+        return cls(base.size(), base.stride(), view.size(), view.stride(), offset, *lazy)
+
+    def look_at(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Look at the gradient of the base as at the gradient of the view."""
+        if gradient.stride() != self.base_stride:
+            laid_out = torch.empty_strided(self.base_size, self.base_stride, dtype=gradient.dtype, device=gradient.device)
+            gradient = laid_out.copy_(gradient)
+        view = gradient.as_strided(self.size, self.stride, int(gradient.storage_offset()) + self.offset)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
+
+
 def _is_injective(view: torch.Tensor) -> bool:
     """Say whether no two elements of a view are the same element of its base."""
     end = 0
@@ -135,22 +187,3 @@ def _is_injective(view: torch.Tensor) -> bool:
             return False
         end += stride * (size - 1)
     return True
-
-
-def _as_view(
-    gradient: torch.Tensor,
-    base_size: torch.Size,
-    base_stride: tuple[int, ...],
-    size: torch.Size,
-    stride: tuple[int, ...],
-    offset: int,
-    is_conj: bool,  # noqa: FBT001
-    is_neg: bool,  # noqa: FBT001
-) -> torch.Tensor:
-    """Look at the gradient of a base as at the gradient of its view."""
-    if gradient.stride() != base_stride:
-        laid_out = torch.empty_strided(base_size, base_stride, dtype=gradient.dtype, device=gradient.device)
-        gradient = laid_out.copy_(gradient)
-    view = gradient.as_strided(size, stride, int(gradient.storage_offset()) + offset)
-    view = view.conj() if is_conj else view
-    return torch._neg_view(view) if is_neg else view

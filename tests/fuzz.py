@@ -566,7 +566,12 @@ _NASTY_CELLS: dict[str, tuple[Any, ...]] = {
     "phase": ("train", "eval", ""),
     "reason": ("", "x" * 70_000),
     "loss_scale": (None, 0.0, math.nan, math.inf),
-    "structure": ("", "{", "[]", "null", "x" * 70_000, "[" * 70_000, '{"tuple": [' * 9_000),
+    "structure": (
+        *("", "{", "[]", "null", "x" * 70_000, "[" * 70_000, '{"tuple": [' * 9_000, '["list",' * 99 + "[]" + "]" * 99),
+        *('["tuple",["tensor",null]]', '["dict",[["half","tensor"],["count","tensor"]]]', '["packed",[["half","tensor"]]]'),
+        *('["at",null,"",["sparse_coo",{}]]', '["at",null,"half",["jagged",{"dim":3}]]', '["at",null,"",["dtensor",{},"tensor"]]'),
+        *('["record","x",[["half","tensor"]],[]]', '["namedtuple","x y",[["half","tensor"],["count","tensor"]]]'),
+    ),
     "wall_time": (0, -(2**63) + 1, 2**63 - 1, -1, 2**60),
 }
 _NASTY_NUMBERS = (-1, 0, 1, 2, 3, 63, 64, 100, 4096, 2**31 - 1, 2**32, 2**40, 2**47, 2**60, 2**63 - 1, -(2**31), -(2**63))
@@ -760,6 +765,7 @@ def examine(path: Path, mutant: Mutant, what: str) -> str:
                             row["epoch"], row["batch"], row["call"], phase=row["phase"], leaf=row["leaf"]
                         )
                     )
+                    _ask(lambda row=row, captures=captures: captures.value(row["epoch"], row["batch"], row["call"], phase=row["phase"]))
                 _ask(lambda captures=captures: (repr(captures), captures.leaves, captures[0, 0]))
                 for phase, leaf in {(row["phase"], row["leaf"]) for row in rows}:
                     _examine_samples(mutant, captures, phase, leaf, what)

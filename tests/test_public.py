@@ -92,7 +92,7 @@ def test_signatures_are_pinned():
             "read",
             "refresh",
         },
-        hookstore.LayerRun: {"activation", "gradient", "input", "kinds", "parameter"},
+        hookstore.LayerRun: {"activation", "gradient", "input", "input_gradient", "kinds", "parameter", "parameter_gradient"},
         hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
         hookstore.Samples: {"where"},
     }
@@ -122,7 +122,7 @@ def test_version_is_one():
 
 FLOW = (
     *("errors", "format", "structure", "files", "selection", "schedule", "layout", "device", "staging"),
-    *("nested", "parts", "sink", "watch", "compiled", "hooks", "attach"),
+    *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers", "compiled", "hooks", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )
