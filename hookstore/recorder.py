@@ -117,7 +117,7 @@ def record(
     Parameters
     ----------
     model : torch.nn.Module
-        The root module, on the CPU or on CUDA devices, not compiled.
+        The root module, on the CPU or on CUDA devices; it may be compiled, before or after, or be what `torch.compile` returns.
     path : path-like
         Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``.
     layers : str, re.Pattern, type, callable, or iterable of these, optional
