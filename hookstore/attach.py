@@ -134,8 +134,7 @@ class ModelHooks:
     def _meet_compiler(self) -> None:
         """Make good what was compiled before we heard of it."""
         if not self._is_pinned and meet_compiler() and has_compiled():
-            if not all(layer.is_installed for layer in self._layers):
-                discard()
+            discard()
             self.pin()
 
     def _install(self, *, wanted: bool) -> None:

@@ -121,6 +121,7 @@ class Taps:
         for number in self._layers:
             _layers.pop(number, None)
         _Traced.is_any = _Traced.is_any and bool(_layers)
+        _HookGuards.turn(on=bool(_layers))
 
 
 # In the trace -----------------------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ def prepare() -> None:
     if obstacle is not None:
         raise UnsupportedModelError(obstacle)
     _Traced.is_any = True
+    meet_compiler()
     _tracing.graph_task = _graph_task()
     for function in (tick, begin, refuse_input_gradient, show, end):
         torch.compiler.allow_in_graph(function)
@@ -644,6 +646,23 @@ def follow(follower: Any) -> None:
     meet_compiler()
 
 
+class _HookGuards:
+    """The compiler's guards on hooks, which it leaves out by default: graphs belong to code, and that of a model without our hooks would serve one with them."""
+
+    before: bool | None = None
+
+    @classmethod
+    def turn(cls, *, on: bool) -> None:
+        """Have them set for what is compiled from now on, or as they were before."""
+        settings: Any = sys.modules.get("torch._dynamo.config")
+        if settings is None or not hasattr(settings, "skip_nnmodule_hook_guards"):
+            return
+        if on and cls.before is None:
+            cls.before, settings.skip_nnmodule_hook_guards = settings.skip_nnmodule_hook_guards, False
+        elif not on and cls.before is not None:
+            settings.skip_nnmodule_hook_guards, cls.before = cls.before, None
+
+
 class _Traced:
     """Whether any hook has been traced."""
 
@@ -667,7 +686,10 @@ def meet_compiler() -> bool:
     """
     callbacks = sys.modules.get("torch._dynamo.callback")
     handler = getattr(callbacks, "callback_handler", None)
-    if handler is None or _compiling_begins in handler.start_callbacks:
+    if handler is None:
+        return False
+    _HookGuards.turn(on=bool(_layers))
+    if _compiling_begins in handler.start_callbacks:
         return False
     handler.register_start_callback(_compiling_begins)
     return True

@@ -529,6 +529,23 @@ def test_copies_of_a_compiled_model_are_inert(path, how):
     assert {key[5] for key in rows(path)} == {0}
 
 
+@pytest.mark.parametrize("first", ["recorded", "twin"])
+@pytest.mark.parametrize("kind", ["another", "copy"])
+def test_a_twin_of_the_same_class_is_neither_recorded_nor_in_the_way(path, first, kind):
+    """A teacher, or an average of the weights: graphs belong to the code, which twins share."""
+    model, twin = Discriminating(), Discriminating()
+    with recording(model, path, kinds=("activation", "gradient")) as recorder:
+        if kind == "copy":
+            twin = copy.deepcopy(model)
+        calls = {"recorded": torch.compile(model, backend="aot_eager"), "twin": torch.compile(twin, backend="aot_eager")}
+        for batch in recorder.batches(range(2), epoch=0):
+            for name in (first, *(set(calls) - {first})):
+                calls[name](torch.full((2, 4), float(batch if name == "recorded" else 9))).sum().backward()
+    found = rows(path)
+    assert len(found) == 2 * (2 + 2 + 1) * 2
+    assert {key[6] for key in found if key[0] == "head"} == {0}
+
+
 # Activation checkpointing around compiled blocks ------------------------------------------------------------------
 
 
