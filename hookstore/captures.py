@@ -464,7 +464,10 @@ class Captures:
         captured = rows.filter(pc.equal(rows["status"], "ok"))
         if not captured.num_rows:
             kinds = self.run[self.layer].kinds
-            return f"this layer has {', '.join(kinds)}" if kinds else "nothing was captured of this layer"
+            if kinds:
+                return f"this layer has {', '.join(kinds)}"
+            reason = rows["reason"][0].as_py() if rows.num_rows else ""
+            return "nothing was captured of this layer" + (f": {reason}" if reason else "")
         of_phase = captured.filter(pc.equal(captured["phase"], phase))
         if not of_phase.num_rows:
             return f"there is only phase {captured['phase'][0].as_py()!r}"

@@ -35,6 +35,7 @@ from hookstore.nested import Plan, flatten, flatten_arguments
 from hookstore.schedule import Coordinates
 from hookstore.sink import Sink
 from hookstore.watch import View
+from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _LEAST_TORCH = (2, 11)  # the first with effects in the backward of a compiled model
@@ -149,7 +150,7 @@ def trace_begin(
         keywords = tuple([(name, describe(value, tensors)) for name, value in kwargs.items()])
         show(tensors, number, "input", plan_of_arguments(positional, keywords))
     if "parameter" in kinds:
-        named = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        named = list(own_parameters(module))
         show([parameter for _, parameter in named], number, "parameter", plan_of_parameters(tuple([name for name, _ in named])))
 
 
@@ -647,7 +648,7 @@ def follow(follower: Any) -> None:
 
 
 class _HookGuards:
-    """The compiler's guards on hooks, which it leaves out by default: graphs belong to code, and that of a model without our hooks would serve one with them."""
+    """The compiler's guards on hooks, which it leaves out by default: graphs belong to code, and that of one model would serve its twin."""
 
     before: bool | None = None
 
