@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.around import AroundLayers
+from hookstore.compiled import Taps, discard, follow, has_compiled, meet_compiler, trace_tick
 from hookstore.errors import CaptureWarning
 from hookstore.hooks import InertCopy, LayerHooks, is_traced
 from hookstore.optimizers import OptimizerHooks
@@ -24,18 +25,23 @@ from hookstore.uncalled import UncalledLayers, likely_cause
 from hookstore.wrappers import unwrap
 
 _graph_task = torch._C._current_graph_task_id
+_is_compiling, _is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
 
 
 class _TickHook(InertCopy):
     """Moves the automatic clock when the first model is called."""
 
-    __slots__ = ("_hooks",)
+    __slots__ = ("_hooks", "_number", "_switch")
 
-    def __init__(self, hooks: ModelHooks) -> None:
+    def __init__(self, hooks: ModelHooks, taps: Taps) -> None:
         self._hooks = hooks
+        self._number, self._switch = taps.number, taps.switch
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        if _graph_task() == -1 and not is_traced():
+        if _is_compiling():
+            if not _is_exporting():
+                trace_tick(self._number, self._switch)
+        elif _graph_task() == -1 and not is_traced():
             self._hooks.tick()
 
 
@@ -60,15 +66,19 @@ class ModelHooks:
         self._first_name, first = next(iter(models.items()))
         self._model = weakref.ref(unwrap(first))
         self._sink = sink
-        self._layers = [LayerHooks(layer, of_calls, sink) for layer in selected] if of_calls else []
+        self._taps = Taps(_weakly(self))
+        self._layers = [LayerHooks(layer, of_calls, sink, self._taps) for layer in selected] if of_calls else []
         self._names = ModuleNames(models)
         self.uncalled = UncalledLayers([layer.name for layer in self._layers], kinds, sink, self._likely_causes)
         self._around = AroundLayers(models, selected, self.uncalled, sink)
         self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether calls of the first model have a hook
-        self._tick_hook = _TickHook(self)
+        self._tick_hook = _TickHook(self, self._taps)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
+        self._is_pinned = False
         self._optimizers = OptimizerHooks(models, selected if "parameter_gradient" in kinds else (), sink, sink.scaler)
+        discard()
+        follow(self)
 
     def update(self) -> None:
         """Register and remove hooks as the clock's position asks."""
@@ -76,10 +86,12 @@ class ModelHooks:
             return
         self._optimizers.turn()
         clock = self._sink.clock
+        self._meet_compiler()
         if self._names.is_stale:
             self._follow_swaps()
         is_listening = self._listens
         self._install(wanted=clock.may_record and not (clock.is_automatic and self._is_encoder_layer))
+        self._taps.turn(on=clock.is_due_next if clock.is_automatic else clock.may_record)
         if is_listening and self._tick_handle is None:
             self._tick_handle = self._register_tick()
         elif not is_listening and self._tick_handle is not None:
@@ -116,11 +128,38 @@ class ModelHooks:
     def tick(self) -> None:
         """Go on to the next batch: the first model is being called."""
         clock = self._sink.clock
+        self._meet_compiler()
         clock.tick()
+        wanted = clock.here() is not None
         self._optimizers.turn()
         if self._names.is_stale:
             self._follow_swaps()
-        self._install(wanted=clock.here() is not None)
+        self._install(wanted=wanted)
+        self._taps.turn(on=wanted)
+
+    def tick_inside(self, *, is_watched: bool) -> None:
+        """Go on to the next batch: a compiled graph is calling the root module. Which graph that is was decided before it ran, and so is now for the next."""
+        clock = self._sink.clock
+        clock.tick()
+        self._optimizers.turn()
+        here = clock.here()
+        if here is not None and not is_watched:
+            self._sink.skip_unforeseen(here)
+        self._taps.turn(on=clock.is_due_next)
+
+    def pin(self) -> None:
+        """Keep the hooks on from now on: something is being compiled, and what is compiled without hooks stays so."""
+        if not self._is_pinned and not self._is_removed:
+            self._is_pinned = True
+            for layer in self._layers:
+                layer.install()
+            self._around.install()
+
+    def _meet_compiler(self) -> None:
+        """Make good what was compiled before we heard of it."""
+        if not self._is_pinned and meet_compiler() and has_compiled():
+            discard()
+            self.pin()
 
     def _install(self, *, wanted: bool) -> None:
         state = (wanted, self._listens)
@@ -138,9 +177,10 @@ class ModelHooks:
             ):  # torch lists the root's hooks before the clock ticks
                 layer.install()
             elif layer.is_installed:
-                layer.remove()
+                if not self._is_pinned:
+                    layer.remove()
                 layer.forget()
-        if wanted:
+        if wanted or self._is_pinned:
             self._around.install()
         else:
             self._around.remove()
@@ -197,6 +237,7 @@ class ModelHooks:
             self._optimizers.turn()
         self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
+        self._taps.close()
         self._around.remove()
         for layer in self._layers:
             layer.remove()
@@ -206,3 +247,15 @@ class ModelHooks:
             self._tick_handle = None
         self._names.remove()
         self._optimizers.remove()
+
+
+def _weakly(hooks: ModelHooks) -> Callable[[bool], None]:
+    """Return what ticks the hooks' clock from inside a compiled graph, as long as they live."""
+    reference = weakref.ref(hooks)
+
+    def tick(is_watched: bool) -> None:  # noqa: FBT001
+        alive = reference()
+        if alive is not None:
+            alive.tick_inside(is_watched=is_watched)
+
+    return tick

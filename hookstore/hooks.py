@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import nn
 from torch.fx import _symbolic_trace
 from torch.utils.hooks import RemovableHandle
 
+from hookstore.compiled import Taps, trace_begin, trace_end
 from hookstore.layout import Call
 from hookstore.nested import Plan, flatten, flatten_arguments, type_name
 from hookstore.recomputation import recall, remember
@@ -33,7 +35,7 @@ from hookstore.watch import GradientWatch
 from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
-_is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
+_is_compiling, _is_exporting, _is_tracing = torch.compiler.is_compiling, torch.compiler.is_exporting, torch._C._is_tracing
 # The plain flag where torch has it. Of the functions around it the older one logs a warning in newer versions.
 _is_symbolically_traced: Callable[[], bool] = (
     getattr(_symbolic_trace, "_get_is_fx_tracing", None)
@@ -79,9 +81,11 @@ class LayerHooks:
         What to capture.
     sink : Sink
         Where it goes.
+    taps : Taps
+        What the recording has in compiled models.
     """
 
-    def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink) -> None:
+    def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink, taps: Taps) -> None:
         self.name = layer.name
         self.names = (layer.name, *layer.aliases[: layer.num_names - 1])
         self.sink = sink
@@ -93,6 +97,7 @@ class LayerHooks:
         self.takes_arguments = not self.kinds.isdisjoint(("input", "input_gradient", "parameter"))
         self.calls = _Calls()
         self.was_called = False
+        self.number, self.switch = taps.add(self), taps.switch
         self.watches: list[GradientWatch | ShareWatch] = []
         self._told: set[tuple[str, ...]] = set()  # what of its values is not stored, and has a row that says so
         self._module: Callable[[], nn.Module | None] = weakref.ref(layer.module)
@@ -162,21 +167,35 @@ class LayerHooks:
                 self.sink.cut_short(call.coordinates, f"a call of layer {self.name!r} was broken off")
         stack.clear()
 
+    def current(self) -> Call | None:
+        """Return the innermost call if it is recorded."""
+        stack = self.calls.stack
+        return stack[-1] if stack else None
+
+    def end(self) -> Call | None:
+        """Note that the innermost call ends, and return it if it is recorded."""
+        stack = self.calls.stack
+        return stack.pop() if stack else None
+
     def see(self, output: object, call: Call) -> None:
         """Take what a call returned, where that is not one plain tensor."""
         tensors, plan = flatten(output)
-        call = self.of_value(plan, call)
-        leaves = tuple(zip(plan.leaves, tensors, strict=True))
-        if self.takes_activation:
-            for leaf, tensor in leaves:
-                self.sink.put(self.name, "activation", leaf, tensor, call)
-            if plan.others or not leaves:
-                self.tell("activation", plan, call, "" if leaves else f"the module returned a {type_name(type(output))} without tensors")
+        call = self.take_output(tensors, plan, call, type(output))
         if self.takes_gradient:
             if torch.is_grad_enabled():
-                self.watch(leaves, call)
+                self.watch(tuple(zip(plan.leaves, tensors, strict=True)), call)
             else:
                 remember(self, call)
+
+    def take_output(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, kind: type) -> Call:
+        """Take the tensors that a call returned, and return the call with the value's structure."""
+        call = self.of_value(plan, call)
+        if self.takes_activation:
+            for leaf, tensor in zip(plan.leaves, tensors, strict=True):
+                self.sink.put(self.name, "activation", leaf, tensor, call)
+            if plan.others or not tensors:
+                self.tell("activation", plan, call, "" if tensors else f"the module returned a {type_name(kind)} without tensors")
+        return call
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> None:
         """Note what a call begins with; there is no call yet where it may repeat another one."""
@@ -229,10 +248,14 @@ class LayerHooks:
     def see_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
         """Take what the module is called with."""
         tensors, plan = flatten_arguments(args, kwargs)
+        self.take_arguments(tensors, plan, call, are_there_any=bool(args or kwargs))
+
+    def take_arguments(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, *, are_there_any: bool) -> None:
+        """Take the tensors that the module is called with."""
         call = self.of_value(plan, call)
         for leaf, tensor in zip(plan.leaves, tensors, strict=True):
             self.sink.put(self.name, "input", leaf, tensor, call)
-        if plan.others or (not tensors and (args or kwargs)):
+        if plan.others or (not tensors and are_there_any):
             self.tell("input", plan, call, "" if tensors else "the module was called without tensors")
 
     def of_value(self, plan: Plan, call: Call) -> Call:
@@ -302,8 +325,28 @@ class LayerHooks:
 
 
 def is_traced() -> bool:
-    """Say whether the model is being compiled, exported or traced instead of run."""
-    return _is_compiling() or _is_tracing() or _is_symbolically_traced()
+    """Say whether the model is being traced instead of run, by something else than the compiler."""
+    if _is_tracing():
+        _JitTrace.may_be_checked = True
+        return True
+    return _is_symbolically_traced() or (_JitTrace.may_be_checked and _JitTrace.is_checked())
+
+
+class _JitTrace:
+    """The check that `torch.jit.trace` makes of its work, which calls the model outside the trace."""
+
+    may_be_checked = False  # since something has been traced
+
+    @classmethod
+    def is_checked(cls) -> bool:
+        """Say whether this is a call of the check; that costs a walk up the stack, and so is looked at only until the trace is left."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == torch.jit._trace.__file__:
+                return True
+            frame = frame.f_back
+        cls.may_be_checked = False
+        return False
 
 
 def has_raised() -> bool:
@@ -328,6 +371,10 @@ class _PreHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         hooks = self._hooks
+        if _is_compiling():
+            if not _is_exporting():
+                trace_begin(hooks.number, hooks.switch, hooks.kinds, module, args, kwargs or {})
+            return
         call = hooks.begin()
         if call is None:
             if hooks.takes_gradient and _graph_task() != -1:
@@ -354,6 +401,10 @@ class _PostHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         hooks = self._hooks
+        if _is_compiling():
+            if not _is_exporting():
+                trace_end(hooks.number, hooks.switch, hooks.takes_output_gradient, output)
+            return
         stack = hooks.calls.stack
         call = stack.pop() if stack else None
         if call is None:
@@ -385,5 +436,8 @@ class _TimedHook(InertCopy):
         self._budget = budget
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        with self._budget.measured():
-            self._hook(*args, **kwargs)
+        if _is_compiling():
+            self._hook(*args, **kwargs)  # its time is measured where the graph runs
+        else:
+            with self._budget.measured():
+                self._hook(*args, **kwargs)

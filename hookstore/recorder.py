@@ -23,6 +23,7 @@ from torch import nn
 from hookstore import __version__
 from hookstore.attach import ModelHooks
 from hookstore.codecs import codec_metadata
+from hookstore.compiled import why_none
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import (
     CaptureWarning,
@@ -125,7 +126,8 @@ def record(
     Parameters
     ----------
     model : torch.nn.Module, or mapping of str to torch.nn.Module
-        The root module, on the CPU or on CUDA devices, not compiled. Several models are recorded into one run under the names that a mapping gives them:
+        The root module, on the CPU or on CUDA devices. It may be compiled, before or after. Several models are recorded into one run under the names that a
+        mapping gives them:
         with ``{"generator": g, "discriminator": d}`` the layers are ``generator.0``, ``discriminator.0``, … and the roots ``generator`` and
         ``discriminator``. Without a clock set, each call of the first is the next batch; the phase is ``"train"`` while any of them is in training mode.
     path : path-like
@@ -591,9 +593,9 @@ def _check_model(model: nn.Module) -> None:
                 f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
             )
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedModelError(
-                f"module {name!r} is compiled, which hookstore cannot follow yet; record the model before torch.compile, uncompiled"
-            )
+            obstacle = why_none()
+            if obstacle is not None:
+                raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
     for parameter in model.parameters():
         check_device(parameter.device)
 

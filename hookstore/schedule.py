@@ -206,6 +206,12 @@ class Clock:
         return where is None or (not self._position.is_skipped and self._schedule.wants(*where))
 
     @property
+    def is_due_next(self) -> bool:
+        """Whether the next call of the root module may be recorded, in whatever phase it comes, while the clock is automatic."""
+        schedule = self._schedule
+        return any(schedule.wants(self._epoch, self._counted[phase] + 1) for phase in schedule.phases)
+
+    @property
     def under_way(self) -> list[Coordinates]:
         """Batches of which a layer has been called, and that stand where the clock does, or where a loop was left early."""
         return list(dict.fromkeys([*self._abandoned, *_called(self._position)]))

@@ -251,6 +251,20 @@ class Sink:
                 stacklevel=2,
             )
 
+    def skip_unforeseen(self, coordinates: Coordinates) -> None:
+        """Note that a batch began inside a compiled graph that does not record, since nothing was due when it was called."""
+        if not self.is_active:
+            return
+        reason = (
+            "a compiled function called the root module for a batch that could not be foreseen when the function was called; "
+            "say where training stands with recorder.batches() or recorder.at()"
+        )
+        capture = self._of_batch(coordinates, "skipped", reason)
+        try:
+            self.skip(capture, reason)
+        except BaseException as error:
+            self._failed(error, capture)
+
     def mark_partial(self, reason: str) -> None:
         """Mark the batches that are under way as cut short; says nothing where the writer has failed."""
         if self.is_active:
