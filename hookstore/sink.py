@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 import warnings
-from typing import Any
+from collections import defaultdict
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -132,6 +133,13 @@ class Sink:
         except BaseException as error:
             self._failed(error, capture)
         return capture
+
+    def let_go(self) -> None:
+        """Keep nothing of the recording alive, which is closed: hooks stay on tensors that the user keeps, and refer to this."""
+        self.is_active = False
+        self._stager = cast("Stager", _ClosedStager())
+        self._known.clear()
+        self._scaler = None
 
     def structure(self, text: str) -> int:
         """Return the number that a call carries for the structure of its value."""
@@ -320,6 +328,20 @@ class Sink:
             self.skip(capture, reason, topic)
         except BaseException as error:
             self._failed(error, capture)
+
+
+class _ClosedStager:
+    """Stands in for a stager that is no more, for a thread that was about to capture something."""
+
+    failure: BaseException | None = None
+    structures: ClassVar[defaultdict[int, str]] = defaultdict(str)
+
+    def structure(self, text: str) -> int:  # noqa: ARG002
+        """Return a number for anything."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise RecorderClosedError("the recorder is closed")
 
 
 def _counts(dtype: torch.dtype) -> bool:
