@@ -10,6 +10,7 @@ an optimizer that stands as stepped in the old one, and of which no hook has tol
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from hookstore.selection import Layer
 from hookstore.sink import Sink
 
 _graph_task = torch._C._current_graph_task_id
+_OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
 _SKIPPED = "the GradScaler skipped the optimizer's step, since a gradient was infinite or NaN"
 
 
@@ -54,7 +56,7 @@ class OptimizerHooks:
         self._concerned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._task = -1  # the backward that the last step was taken in
         self._step = 0  # steps before the one that is being taken
-        self._scaler = _ScalerWatch(scaler) if self._layers and scaler is not None else None
+        self._scaler = _ScalerWatch(scaler) if self._layers and scaler is not None and scaler.is_enabled() else None
         self._here: Coordinates | None = None  # where the clock stood when it was last looked at, if there is a scaler
         self._handles = [register_optimizer_step_post_hook(_weakly(self._after))]
         if self._layers:
@@ -77,6 +79,8 @@ class OptimizerHooks:
             self._handles.pop().remove()
 
     def _before(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if _is_inside_another_step(optimizer):
+            return
         if self._scaler is not None:
             self._note_skipped(self._scaler)
             self._scaler.has_stepped.add(id(optimizer))
@@ -84,6 +88,8 @@ class OptimizerHooks:
             self._capture(optimizer)
 
     def _after(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if _is_inside_another_step(optimizer):
+            return
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor) and found_inf.is_cpu and found_inf.item():  # a fused step that did nothing
             here = self._sink.clock.here() if self._layers and self._sink.is_active else None
@@ -179,6 +185,26 @@ class _ScalerWatch:
         skipped = [key for key, state in before.items() if state["stage"] is OptState.STEPPED and key not in self.has_stepped]
         self.has_stepped.clear()
         return skipped
+
+
+def _is_inside_another_step(optimizer: Optimizer) -> bool:
+    """Say whether a step is part of another one: of a subclass's that calls its base class's, or of an optimizer that is wrapped around this one.
+
+    Asked by a hook; torch calls that from a function around each step.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename != _OPTIMIZER_FILE:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    code, outer = frame.f_code, frame.f_back
+    while outer is not None:
+        if outer.f_code is code:
+            around = outer.f_locals.get("self")
+            if around is optimizer or (isinstance(around, Optimizer) and _held(optimizer) <= _held(around)):
+                return True
+        outer = outer.f_back
+    return False
 
 
 def _held(optimizer: Optimizer) -> set[int]:

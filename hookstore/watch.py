@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import NamedTuple
 
@@ -11,6 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.layout import Call
 from hookstore.sink import Sink, why_not
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Arrivals:
@@ -121,8 +125,8 @@ class GradientWatch(Arrivals):
         with torch._C.DisableTorchFunction():
             if self._base_view is None:
                 self.skip("the output is a view that was edited in place, and the gradient of its base is not its own alone")
-            elif why_not(gradient) is not None:
-                self.put(gradient)
+            elif not _is_plain(gradient):
+                self.skip("the output is a view that was edited in place, and the gradient of its base cannot be looked at as that of a view")
             else:
                 self.put(self._base_view.look_at(gradient.detach()))
 
@@ -134,7 +138,7 @@ class Version:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._counter = tensor.detach()  # shares the version counter, …
-        self._counter.data = _nothing(tensor.device)  # … and from now on nothing else
+        self._counter.data = _nothing(tensor.device, tensor.layout, tensor.is_nested)  # … and from now on nothing else
         self._version = tensor._version
 
     @property
@@ -144,9 +148,14 @@ class Version:
 
 
 @functools.cache
-def _nothing(device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(mode=False), _disable_current_modes():
-        return torch.empty(0, device=device)
+def _nothing(device: torch.device, layout: torch.layout, is_nested: bool) -> torch.Tensor:  # noqa: FBT001
+    with torch.inference_mode(mode=False), _disable_current_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says of some of these kinds that they are new
+        if is_nested and layout == torch.strided:
+            return torch.nested.nested_tensor([], device=device)
+        if layout in _COMPRESSED:  # of one class, whichever of them it is
+            return torch.empty((0, 0), layout=torch.sparse_csr, device=device)
+        return torch.empty(0, layout=torch.sparse_coo if layout == torch.sparse_coo else torch.strided, device=device)
 
 
 class View(NamedTuple):
@@ -163,7 +172,7 @@ class View(NamedTuple):
     @classmethod
     def of(cls, view: torch.Tensor, base: torch.Tensor) -> View | None:
         """Describe a view, or return ``None`` where the base's gradient does not tell the view's."""
-        if base.dtype != view.dtype or not _is_injective(view):
+        if not _is_plain(base) or base.dtype != view.dtype or not _is_injective(view):
             return None
         offset = int(view.storage_offset()) - int(base.storage_offset())
         lazy = (base.is_conj() != view.is_conj(), base.is_neg() != view.is_neg())
@@ -177,6 +186,11 @@ class View(NamedTuple):
         view = gradient.as_strided(self.size, self.stride, int(gradient.storage_offset()) + self.offset)
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is one block of numbers, of which views can be told from strides."""
+    return why_not(tensor) is None
 
 
 def _is_injective(view: torch.Tensor) -> bool:

@@ -1,0 +1,154 @@
+"""Values, orders of calls and optimizers that a review thought of, each of which once gave something wrong."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hookstore
+from hookstore.structure import branches, decode
+from hookstore.values import _keys
+
+
+def recording(model, path, **options):
+    return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run"
+
+
+class Applies(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+# Structures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_looks_like_the_number_of_another_one_has_a_leaf_path_of_its_own(path):
+    keys = [1.5, "1.5", "1.5~1", "1.5~2"]
+    model = Applies(lambda x: {key: x * number for number, key in enumerate(keys)})
+    with recording(model, path, layers="", kinds="activation"):
+        model(torch.ones(1))
+    with hookstore.open(path) as run:
+        assert {key: value.item() for key, value in run[""].activation[0, 0].items()} == {1.5: 0, "1.5": 1, "1.5~1": 2, "1.5~2": 3}
+
+
+def test_arguments_inside_arguments_which_no_writer_writes_are_refused_before_they_cost_time():
+    """Each level would double the time that naming the leaves takes."""
+    text = '["call",[null],[["k",' * 60 + "null" + "]]]" * 60
+    with pytest.raises(ValueError, match="no kind of node"):
+        decode(text)
+
+
+def test_many_keys_that_come_out_alike_cost_no_more_than_others():
+    """Half an hour, if each were compared with all before."""
+    assert len(list(_keys([("T", "x")] * 100_000))) == 100_000
+    assert len({branch.path for branch in branches(("list", (("dict", ((("T", "x"), "tensor"),) * 100_000),))).leaves()}) == 100_000
+
+
+# Views that are no blocks of numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", ["gradient", "input_gradient"])
+def test_views_of_nested_and_sparse_tensors_do_not_break_training(path, kinds):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that they are new
+        weights = {
+            "nested": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], requires_grad=True),
+            "coo": torch.eye(3).to_sparse().requires_grad_(),
+            "csr": torch.eye(3).to_sparse_csr().requires_grad_(),
+        }
+    models = {name: Applies(lambda x: x.transpose(-1, -2)) for name in weights}
+    model = nn.ModuleDict(models)
+    with recording(model, path, layers=list(models), kinds=kinds) as recorder:
+        for _ in recorder.batches(range(2), epoch=0):
+            for name, weight in weights.items():
+                output = models[name](weight * 2)
+                assert output._base is not None
+                gradient = torch.autograd.grad(output, weight, grad_outputs=output.detach())[0]
+                assert gradient.layout == weight.layout
+    with hookstore.open(path) as run:
+        for name in models:
+            assert len(run[name][kinds].leaves) > 1
+            assert run[name][kinds][0, 1] is not None
+
+
+def test_an_edited_view_of_a_jagged_tensor_is_a_gap(path):
+    """The gradient of its base, which is not laid out like it, was given for it."""
+    model = Applies(lambda x: (x * 2).transpose(1, 2))
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged, requires_grad=True)
+    with recording(model, path, layers="", kinds="gradient"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = model(x)
+        with torch.no_grad():
+            output.mul_(2)  # (with grad, torch itself does not let a nested view be edited)
+        output.transpose(1, 2).values().sum().backward()
+    with hookstore.open(path) as run:
+        assert {row["status"] for row in run[""].gradient.rows.to_pylist()} == {"skipped"}
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+class OfMine(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("how", ["subclass", "wrapped", "both"])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_inside_a_step_is_one_step(path, how, with_closure):
+    model = nn.Linear(2, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from here on the base class's own step has torch's hooks
+    optimizer = (torch.optim.SGD if how == "wrapped" else OfMine)(model.parameters(), lr=0.1)
+    optimizer = optimizer if how == "subclass" else Around(optimizer)
+
+    def compute():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    with recording(model, path, kinds=("activation", "parameter_gradient"), layers="") as recorder:
+        for _ in recorder.batches(range(2), epoch=0):
+            if with_closure:
+                optimizer.step(compute)
+            else:
+                compute()
+                optimizer.step()
+    with hookstore.open(path) as run:
+        of_weight = [row for row in run[""].parameter_gradient.rows.to_pylist() if row["leaf"] == "weight"]
+        assert [(row["batch"], row["call"], row["step"]) for row in of_weight] == [(0, 0, 0), (1, 0, 1)]
+
+
+def test_a_scaler_that_is_disabled_is_none(path):
+    model = nn.Linear(2, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, path, kinds=("gradient", "parameter_gradient"), scaler=scaler):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with hookstore.open(path) as run:
+        assert run[""].gradient[0, 0].tolist() == [[1.0]]
+        assert run[""].parameter_gradient.get(0, 0, leaf="weight").tolist() == [[1.0, 1.0]]
+        assert run[""].gradient.row(0, 0)["loss_scale"] is None
