@@ -29,7 +29,7 @@ from hookstore.schedule import Budget
 from hookstore.selection import Layer
 from hookstore.shares import Input, ShareWatch, note_inputs, watch_inputs
 from hookstore.sink import Sink
-from hookstore.watch import GradientWatch
+from hookstore.watch import GradientWatch, distrust_shared_bases
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
@@ -251,7 +251,7 @@ class LayerHooks:
         self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, backward))
 
     def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
-        bases: dict[int, list[GradientWatch]] = {}
+        watched = []
         for leaf, output in outputs:
             if not output.requires_grad:
                 continue
@@ -260,12 +260,9 @@ class LayerHooks:
                 continue
             watch = GradientWatch(self.sink, self.name, "gradient", leaf, output, call, backward)
             self.watches.append(watch)
-            if len(outputs) > 1:
-                bases.setdefault(id(output if output._base is None else output._base), []).append(watch)
-        for sharing in bases.values():
-            if len(sharing) > 1:
-                for watch in sharing:
-                    watch.distrust_base()
+            watched.append((output, watch))
+        if len(watched) > 1:
+            distrust_shared_bases(watched)
 
     def forget(self) -> None:
         """Take the hooks off tensors that outlive their batch."""

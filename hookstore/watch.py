@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -99,8 +101,13 @@ class GradientWatch(Arrivals):
                 self._base_view = View.of(output, base)
             self._handles.append(base.register_hook(self._of_base))
 
+    @property
+    def trusts_base(self) -> bool:
+        """Whether the gradient of the base would be taken for the output's."""
+        return self._base_view is not None
+
     def distrust_base(self) -> None:
-        """Take nothing from the base: another output of the call shares it, so that its gradient is not this output's alone."""
+        """Take nothing from the base: another output of the call comes from it too, so that its gradient is not this output's alone."""
         self._base_view = None
 
     def forget_any(self, outputs: dict[int, torch.Tensor]) -> None:
@@ -129,6 +136,33 @@ class GradientWatch(Arrivals):
                 self.skip("the output is a view that was edited in place, and the gradient of its base cannot be looked at as that of a view")
             else:
                 self.put(self._base_view.look_at(gradient.detach()))
+
+
+def distrust_shared_bases(watched: Sequence[tuple[torch.Tensor, GradientWatch]]) -> None:
+    """Have nothing taken from a base that several outputs of a call are views of, or that another one was computed from."""
+    bases = Counter(id(output if output._base is None else output._base) for output, _ in watched)
+    for output, watch in watched:
+        base = output._base
+        if base is not None and watch.trusts_base:
+            roots = [other.grad_fn for other, _ in watched if other is not output]
+            if bases[id(base)] > 1 or _is_reached(base.grad_fn, roots, around=output.grad_fn):
+                watch.distrust_base()
+
+
+def _is_reached(target: Any, roots: Iterable[Any], *, around: Any) -> bool:
+    """Say whether a node of the graph is reached from others without going through a certain one."""
+    first_nr = target._sequence_nr()
+    todo = list(roots)
+    seen = {around, None}
+    while todo:
+        node = todo.pop()
+        if node is target:
+            return True
+        if node not in seen:
+            seen.add(node)
+            if node._sequence_nr() > first_nr:  # what was made before the target does not lead to it
+                todo.extend(following for following, _ in node.next_functions)
+    return False
 
 
 class Version:

@@ -152,3 +152,35 @@ def test_a_scaler_that_is_disabled_is_none(path):
         assert run[""].gradient[0, 0].tolist() == [[1.0]]
         assert run[""].parameter_gradient.get(0, 0, leaf="weight").tolist() == [[1.0, 1.0]]
         assert run[""].gradient.row(0, 0)["loss_scale"] is None
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "is_own"),
+    [(lambda h, y: h.sum(), False), (lambda h, y: (h * 1)[0], False), (lambda h, y: y.sum(), True), (lambda h, y: torch.ones(1, requires_grad=True), True)],
+)
+def test_the_gradient_of_a_base_that_another_output_was_computed_from_is_not_taken_for_that_of_an_edited_view(path, other, is_own):
+    """11 was given for 10."""
+
+    def compute(x):
+        hidden = x * 1
+        view = hidden.view(-1)
+        return view, other(hidden, view)
+
+    model = Applies(compute)
+    with recording(model, path, layers="", kinds="gradient"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        view, number = model(torch.ones(2, 3, requires_grad=True))
+        before = view * 1  # (what follows from the view before the edit counts too)
+        view.mul_(10)
+        (view.sum() + number.sum() + 100 * before.sum()).backward()
+    with hookstore.open(path) as run:
+        if is_own:
+            expected = 110.0 if other(torch.ones(1), torch.ones(1, requires_grad=True)).is_leaf else 111.0
+            assert set(run[""].gradient.get(0, 0, leaf="0").tolist()) == {expected}
+        else:
+            assert run[""].gradient.leaf("0").rows["status"].to_pylist() == ["skipped"]
+            with pytest.raises(hookstore.MissingCaptureError, match="edited in place"):
+                run[""].gradient.get(0, 0, leaf="0")
