@@ -29,7 +29,7 @@ from hookstore.schedule import Budget
 from hookstore.selection import Layer
 from hookstore.shares import Input, ShareWatch, note_inputs, watch_inputs
 from hookstore.sink import Sink
-from hookstore.watch import GradientWatch, distrust_shared_bases
+from hookstore.watch import Backwards, GradientWatch, distrust_shared_bases
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
@@ -200,9 +200,10 @@ class LayerHooks:
             call = repeated.call._replace(sequence_nr=noted.sequence_nr)
             tensors, plan = flatten(output)
             outputs = list(zip(plan.leaves, tensors, strict=True))
+            backward = Backwards(repeated.backward)
             if self.takes_output_gradient:
-                self._watch_outputs(outputs, call, repeated.backward)
-            self._watch_inputs(noted, outputs, call, repeated.backward)
+                self._watch_outputs(outputs, call, backward)
+            self._watch_inputs(noted, outputs, call, backward)
 
     def see_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
         """Take what the module is called with."""
@@ -238,19 +239,22 @@ class LayerHooks:
             for watch in self.watches:
                 watch.forget_any(current)
             self.watches.clear()
-        if self.takes_output_gradient:
-            self._watch_outputs(outputs, call, 0)
-        if self.takes_input_gradient:
+        if not self.takes_input_gradient:
+            self._watch_outputs(outputs, call, Backwards(0) if len(outputs) > 1 else 0)
+        else:
+            backward = Backwards(0)
+            if self.takes_output_gradient:
+                self._watch_outputs(outputs, call, backward)
             noted = self._noted()
             if noted is not None and noted.inputs:
                 with torch._C.DisableTorchFunction():
-                    self._watch_inputs(noted, outputs, call, 0)
+                    self._watch_inputs(noted, outputs, call, backward)
 
-    def _watch_inputs(self, noted: _Noted, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
+    def _watch_inputs(self, noted: _Noted, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: Backwards) -> None:
         call = call._replace(structure=noted.structure)
         self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, backward))
 
-    def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
+    def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int | Backwards) -> None:
         watched = []
         for leaf, output in outputs:
             if not output.requires_grad:

@@ -254,11 +254,13 @@ class Sink:
                 stacklevel=2,
             )
 
-    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", topic: str | None = None) -> None:
+    def skip_value(
+        self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", backward: int = 0, topic: str | None = None
+    ) -> None:
         """Note that a value, or one leaf of it, could not be captured; of all gaps with one topic only the first is warned about."""
         if not self.is_active:
             return
-        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
+        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, backward, call.step, (), time.time_ns() // 1000)
         capture.structure = call.structure
         try:
             self.skip(capture, reason, topic)

@@ -16,7 +16,28 @@ from hookstore.layout import Call
 from hookstore.sink import Sink, why_not
 
 
+_graph_task = torch._C._current_graph_task_id
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+class Backwards:
+    """Counts the backwards over one call of a layer, so that all gradients of one backward have the same number, whichever of them arrive.
+
+    Parameters
+    ----------
+    first : int
+        Number of the first one.
+    """
+
+    __slots__ = ("_first", "_numbers")
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._numbers: dict[int, int] = {}  # by autograd's own number for a backward
+
+    def number(self, task: int) -> int:
+        """Return the number of a backward."""
+        return self._numbers.setdefault(task, self._first + len(self._numbers))
 
 
 class Arrivals:
@@ -30,13 +51,14 @@ class Arrivals:
         What they are.
     call : Call
         The call that they are filed under.
-    backward : int
-        Number of the first one: above 0 where backwards over the same forward have been before, over another recomputation of it.
+    backward : int or Backwards
+        Number of the first one: above 0 where backwards over the same forward have been before, over another recomputation of it. Or what counts them, where
+        other gradients belong to the same call.
     """
 
     __slots__ = ("_backward", "_call", "_kind", "_layer", "_leaf", "_sink")
 
-    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, call: Call, backward: int = 0) -> None:
+    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, call: Call, backward: int | Backwards = 0) -> None:
         self._sink = sink
         self._layer = layer
         self._kind = kind
@@ -44,10 +66,13 @@ class Arrivals:
         self._call = call
         self._backward = backward
 
-    def put(self, gradient: torch.Tensor) -> None:
-        """Capture one."""
+    def put(self, gradient: torch.Tensor, task: int | None = None) -> None:
+        """Capture one, of the present backward if no other is named."""
         backward = self._backward
-        self._backward += 1
+        if isinstance(backward, int):
+            self._backward = backward + 1
+        else:
+            backward = backward.number(_graph_task() if task is None else task)
         budget = self._sink.clock.budget
         if budget is None:
             self._sink.put(self._layer, self._kind, self._leaf, gradient, self._call, backward)
@@ -57,7 +82,12 @@ class Arrivals:
 
     def skip(self, reason: str) -> None:
         """Note that one arrived and cannot be captured."""
-        self._sink.skip_value(self._layer, self._kind, self._call, reason, leaf=self._leaf)
+        backward = self._backward
+        if isinstance(backward, Backwards):
+            backward = backward.number(_graph_task())
+        else:
+            self._backward = backward + 1
+        self._sink.skip_value(self._layer, self._kind, self._call, reason, leaf=self._leaf, backward=backward)
 
 
 class GradientWatch(Arrivals):
@@ -80,7 +110,7 @@ class GradientWatch(Arrivals):
 
     __torch_unserializable__ = True  # a tensor with this hook can be saved; the hook is left out without a warning
 
-    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, output: torch.Tensor, call: Call, backward: int = 0) -> None:
+    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, output: torch.Tensor, call: Call, backward: int | Backwards = 0) -> None:
         self._sink = sink  # (what super().__init__ would do, which costs a twentieth of the whole)
         self._layer = layer
         self._kind = kind

@@ -184,3 +184,47 @@ def test_the_gradient_of_a_base_that_another_output_was_computed_from_is_not_tak
             assert run[""].gradient.leaf("0").rows["status"].to_pylist() == ["skipped"]
             with pytest.raises(hookstore.MissingCaptureError, match="edited in place"):
                 run[""].gradient.get(0, 0, leaf="0")
+
+
+@pytest.mark.parametrize("kinds", ["gradient", ("gradient", "input_gradient")])
+def test_gradients_of_one_backward_have_its_number_whichever_of_them_arrive(path, kinds):
+    """Each output counted for itself, so that what came in two backwards was read as if it had come in one."""
+    model = Applies(lambda x, y: (x * 2, y * 3))
+    with recording(model, path, layers="", kinds=kinds):
+        x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        first, second = model(x * 1, y * 1)
+        first.backward(retain_graph=True)
+        (5 * second).backward(retain_graph=True)
+        (first + second).backward()
+    with hookstore.open(path) as run:
+        captures = run[""].gradient
+        numbers = [(row["leaf"], row["backward"]) for row in captures.rows.to_pylist()]
+        assert sorted(numbers) == [("0", 0), ("0", 2), ("1", 1), ("1", 2)]
+        assert captures.value(0, 0, backward=0) == (1, None)
+        assert captures.value(0, 0, backward=1) == (None, 5)
+        with pytest.warns(hookstore.CaptureWarning, match="3 times"):
+            assert captures[0, 0] == (1, 1)
+        assert captures.get(0, 0, leaf="0", backward=0) == 1
+        if "input_gradient" in kinds:
+            assert run[""].input_gradient.value(0, 0, backward=0).args == (2, None)
+            assert run[""].input_gradient.value(0, 0, backward=1).args == (None, 15)
+
+
+def test_a_leaf_that_is_never_stored_says_so_in_later_backwards_too(path):
+    def compute(x):
+        hidden = x * 1
+        return hidden.view(-1), hidden.sum(), hidden * 2
+
+    model = Applies(compute)
+    with recording(model, path, layers="", kinds="gradient"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        view, number, last = model(torch.ones(2, requires_grad=True))
+        view.mul_(10)
+        (view.sum() + number).backward(retain_graph=True)
+        last.sum().backward(retain_graph=True)
+    with hookstore.open(path) as run:
+        with pytest.warns(hookstore.CaptureWarning, match="2 times"):
+            found = run[""].gradient[0, 0]
+        assert "edited in place" in found[0].reason
+        assert found[1] is None
+        assert found[2].tolist() == [1, 1]
