@@ -130,8 +130,19 @@ class Sink:
         return capture
 
     def structure(self, text: str) -> int:
-        """Return the number that a call carries for the structure of its value."""
-        return self._stager.structure(text)
+        """Return the number that a call carries for the structure of its value; 0, and a warning once, where there have been too many different ones."""
+        number = self._stager.structure(text)
+        if number is None:
+            if ("structure", "") not in self._warned:
+                self._warned.add(("structure", ""))
+                warnings.warn(
+                    f"values have been built in so many different ways that what more there are, from {text[:80]} on, are stored without their structure: "
+                    "every tensor under its leaf path, to be read by .leaf()",
+                    CaptureWarning,
+                    stacklevel=2,
+                )
+            return 0
+        return number
 
     def _is_whole(self, capture: Capture, tensor: torch.Tensor) -> bool:
         """Say whether what comes like this one is copied byte by byte within the host, as a whole chunk."""

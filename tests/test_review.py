@@ -228,3 +228,28 @@ def test_a_leaf_that_is_never_stored_says_so_in_later_backwards_too(path):
         assert "edited in place" in found[0].reason
         assert found[1] is None
         assert found[2].tolist() == [1, 1]
+
+
+def test_lists_of_lists_of_tokens_are_one_thing_that_is_not_stored(path):
+    """Each batch had a structure of its own, kept in memory to the end, and hundreds of rows that said that a number is not stored."""
+    lengths = iter(range(1, 9))
+    model = Applies(lambda x: (x, [[0] * next(lengths) for _ in range(8)]))
+    with recording(model, path, layers="", kinds="activation"):
+        model(torch.ones(1))
+    with hookstore.open(path) as run:
+        assert len(run.manifest) == 2
+        assert run[""].activation[0, 0][1] == hookstore.NotStored("list", "it has no tensors, and more than 16 other things")
+
+
+def test_structures_that_never_repeat_do_not_fill_the_memory(path, monkeypatch):
+    monkeypatch.setattr(hookstore.staging, "MOST_STRUCTURE_CHARS", 1000)
+    model = Applies(lambda x: [x] * int(x))
+    with recording(model, path, layers="", kinds="activation"), pytest.warns(hookstore.CaptureWarning, match="without their structure") as told:
+        for size in range(2, 30):
+            model(torch.tensor(size))
+    assert len(told) == 1
+    with hookstore.open(path) as run:
+        assert run[""].activation[0, 0] == [2, 2]
+        with pytest.raises(hookstore.MissingCaptureError, match="several leaves"):
+            run[""].activation[0, 27]
+        assert run[""].activation.leaf("28")[0, 27] == 29
