@@ -133,7 +133,7 @@ class Assembly:
         """Return one tensor, put together from its parts where it has some."""
         parts = self._of_tensor.get(path, [])
         captured = [part for part in parts if part.is_captured]
-        if captured:
+        if captured and parts[-1].row["status"] not in ("dropped", "lost"):  # where the clock stood there twice, an earlier value's tensor is not this one's
             return self._join(captured[-1], path, parts)
         if parts and parts[-1].row["status"] == "skipped":
             return NotStored("torch.Tensor", parts[-1].row["reason"])

@@ -143,9 +143,12 @@ class OptimizerHooks:
                     yield layer, leaf, parameter
 
     def _note_skipped(self, scaler: _ScalerWatch) -> None:
-        for key in scaler.skipped():
-            if self._here is not None and self._sink.is_active:
-                self._skip(next((optimizer for optimizer in self._concerned if id(optimizer) == key), None), self._here)
+        skipped = set(scaler.skipped())
+        if not skipped or self._here is None or not self._sink.is_active:
+            return
+        known = [optimizer for optimizer in list(self._concerned) if id(optimizer) in skipped]
+        for optimizer in known if len(known) == len(skipped) else [*known, None]:  # those that are not known share what the others do not hold
+            self._skip(optimizer, self._here)
 
     def _skip(self, optimizer: Optimizer | None, here: Coordinates) -> None:
         """Note a step that was not taken; of an optimizer that has never stepped it is not known which parameters it has."""

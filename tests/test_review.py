@@ -253,3 +253,41 @@ def test_structures_that_never_repeat_do_not_fill_the_memory(path, monkeypatch):
         with pytest.raises(hookstore.MissingCaptureError, match="several leaves"):
             run[""].activation[0, 27]
         assert run[""].activation.leaf("28")[0, 27] == 29
+
+
+def test_steps_skipped_together_of_optimizers_that_have_never_stepped_are_one_row_for_each_parameter(path):
+    model, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, other)]
+    with recording(model, path, layers="", kinds="parameter_gradient", scaler=scaler), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for factor in (float("inf"), 1.0):
+            scaler.scale(factor * other(model(torch.ones(1, 1))).sum()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    with hookstore.open(path) as run:
+        found = [(row["batch"], row["call"], row["status"]) for row in run[""].parameter_gradient.rows.to_pylist()]
+        assert sorted(found) == [(0, 0, "skipped"), (1, 0, "ok")]
+
+
+def test_a_tensor_of_an_earlier_value_at_the_same_place_does_not_stand_in_for_one_that_was_dropped(path, monkeypatch):
+    model = Applies(lambda x: (x, x * 2))
+    with recording(model, path, layers="", kinds="activation", on_full="drop") as recorder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in (1, 2):
+            with recorder.at(epoch=0, batch=0):
+                if number == 2:
+                    stage = hookstore.staging.Stager._stage_slot
+
+                    def drops(self, array, *rest):
+                        return "no room" if array.spec.leaf == "1" else stage(self, array, *rest)
+
+                    monkeypatch.setattr(hookstore.staging.Stager, "_stage_slot", drops)
+                    monkeypatch.setattr(recorder._sink, "_known", {})
+                model(torch.tensor([float(number)]))
+    with hookstore.open(path) as run, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(hookstore.MissingCaptureError, match="leaf '1'.*was dropped"):
+            run[""].activation[0, 0]
