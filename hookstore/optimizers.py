@@ -147,7 +147,9 @@ class OptimizerHooks:
         if not skipped or self._here is None or not self._sink.is_active:
             return
         known = [optimizer for optimizer in list(self._concerned) if id(optimizer) in skipped]
-        for optimizer in known if len(known) == len(skipped) else [*known, None]:  # those that are not known share what the others do not hold
+        for optimizer in (
+            known if len(known) == len(skipped) else [*known, None]
+        ):  # those that are not known share what the others do not hold
             self._skip(optimizer, self._here)
 
     def _skip(self, optimizer: Optimizer | None, here: Coordinates) -> None:

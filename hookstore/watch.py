@@ -110,7 +110,9 @@ class GradientWatch(Arrivals):
 
     __torch_unserializable__ = True  # a tensor with this hook can be saved; the hook is left out without a warning
 
-    def __init__(self, sink: Sink, layer: str, kind: str, leaf: str, output: torch.Tensor, call: Call, backward: int | Backwards = 0) -> None:
+    def __init__(
+        self, sink: Sink, layer: str, kind: str, leaf: str, output: torch.Tensor, call: Call, backward: int | Backwards = 0
+    ) -> None:
         self._sink = sink  # (what super().__init__ would do, which costs a twentieth of the whole)
         self._layer = layer
         self._kind = kind
@@ -163,7 +165,9 @@ class GradientWatch(Arrivals):
             if self._base_view is None:
                 self.skip("the output is a view that was edited in place, and the gradient of its base is not its own alone")
             elif not _is_plain(gradient):
-                self.skip("the output is a view that was edited in place, and the gradient of its base cannot be looked at as that of a view")
+                self.skip(
+                    "the output is a view that was edited in place, and the gradient of its base cannot be looked at as that of a view"
+                )
             else:
                 self.put(self._base_view.look_at(gradient.detach()))
 

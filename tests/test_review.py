@@ -159,7 +159,12 @@ def test_a_scaler_that_is_disabled_is_none(path):
 
 @pytest.mark.parametrize(
     ("other", "is_own"),
-    [(lambda h, y: h.sum(), False), (lambda h, y: (h * 1)[0], False), (lambda h, y: y.sum(), True), (lambda h, y: torch.ones(1, requires_grad=True), True)],
+    [
+        (lambda h, y: h.sum(), False),
+        (lambda h, y: (h * 1)[0], False),
+        (lambda h, y: y.sum(), True),
+        (lambda h, y: torch.ones(1, requires_grad=True), True),
+    ],
 )
 def test_the_gradient_of_a_base_that_another_output_was_computed_from_is_not_taken_for_that_of_an_edited_view(path, other, is_own):
     """11 was given for 10."""
@@ -244,7 +249,10 @@ def test_lists_of_lists_of_tokens_are_one_thing_that_is_not_stored(path):
 def test_structures_that_never_repeat_do_not_fill_the_memory(path, monkeypatch):
     monkeypatch.setattr(hookstore.staging, "MOST_STRUCTURE_CHARS", 1000)
     model = Applies(lambda x: [x] * int(x))
-    with recording(model, path, layers="", kinds="activation"), pytest.warns(hookstore.CaptureWarning, match="without their structure") as told:
+    with (
+        recording(model, path, layers="", kinds="activation"),
+        pytest.warns(hookstore.CaptureWarning, match="without their structure") as told,
+    ):
         for size in range(2, 30):
             model(torch.tensor(size))
     assert len(told) == 1
@@ -291,3 +299,15 @@ def test_a_tensor_of_an_earlier_value_at_the_same_place_does_not_stand_in_for_on
         warnings.simplefilter("ignore")
         with pytest.raises(hookstore.MissingCaptureError, match="leaf '1'.*was dropped"):
             run[""].activation[0, 0]
+
+
+def test_a_long_structure_is_worked_out_once_for_all_rows_of_a_value(path, monkeypatch):
+    """Reading one leaf of two thousand took fourteen seconds."""
+    model = Applies(lambda x: [x] * 40)
+    with recording(model, path, layers="", kinds="activation"):
+        model(torch.ones(1))
+    texts = []
+    monkeypatch.setattr(hookstore.assembly, "decode", lambda text: texts.append(text) or decode(text))
+    with hookstore.open(path) as run:
+        assert run[""].activation[0, 0] == [1] * 40
+    assert len(texts) == 1
