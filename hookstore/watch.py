@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hookstore.layout import Call
 from hookstore.sink import Sink, why_not
 
-
 _graph_task = torch._C._current_graph_task_id
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
