@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from hookstore.hooks import InertCopy, LayerHooks, describe_error, has_raised, is_traced
+from hookstore.around import AroundLayers
+from hookstore.errors import CaptureWarning
+from hookstore.hooks import InertCopy, LayerHooks, is_traced
 from hookstore.optimizers import OptimizerHooks
 from hookstore.selection import Layer
 from hookstore.sink import Sink
+from hookstore.swaps import ModuleNames
+from hookstore.uncalled import UncalledLayers, likely_cause
+from hookstore.wrappers import unwrap
 
 _graph_task = torch._C._current_graph_task_id
 
 
 class _TickHook(InertCopy):
-    """Moves the automatic clock when the root module is called."""
+    """Moves the automatic clock when the first model is called."""
 
     __slots__ = ("_hooks",)
 
@@ -32,28 +39,13 @@ class _TickHook(InertCopy):
             self._hooks.tick()
 
 
-class _RaisedHook(InertCopy):
-    """Marks the batch in which the root module raises, whichever of its layers are recorded."""
-
-    __slots__ = ("_sink",)
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        if output is None and has_raised() and _graph_task() == -1 and not is_traced():
-            here = self._sink.clock.here()
-            if here is not None:
-                self._sink.cut_short(here, f"the forward of the model raised {describe_error()}")
-
-
 class ModelHooks:
     """All hooks of a recording. On batches that the schedule leaves out there are none on the layers.
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The root, referred to weakly.
+    models : mapping
+        The models by name, one alone under ``""``; referred to weakly. Calls of the first move the automatic clock.
     layers : iterable of Layer
         What is recorded.
     kinds : iterable of str
@@ -62,19 +54,21 @@ class ModelHooks:
         Where it goes.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
+        selected, kinds = list(layers), list(kinds)
+        of_calls = [kind for kind in kinds if kind != "parameter_gradient"]
+        self._first_name, first = next(iter(models.items()))
+        self._model = weakref.ref(unwrap(first))
         self._sink = sink
-        selected, wanted = list(layers), frozenset(kinds)
-        of_calls = wanted - {"parameter_gradient"}
         self._layers = [LayerHooks(layer, of_calls, sink) for layer in selected] if of_calls else []
-        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether the clock is automatic
+        self._names = ModuleNames(models)
+        self.uncalled = UncalledLayers([layer.name for layer in self._layers], kinds, sink, self._likely_causes)
+        self._around = AroundLayers(models, selected, self.uncalled, sink)
+        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether calls of the first model have a hook
         self._tick_hook = _TickHook(self)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
-        self._raised_hook = None if any(layer.name == "" for layer in selected) else _RaisedHook(sink)
-        self._raised_handle: RemovableHandle | None = None
-        self._optimizers = OptimizerHooks(model, selected if "parameter_gradient" in wanted else (), sink, sink.scaler)
+        self._optimizers = OptimizerHooks(models, selected if "parameter_gradient" in kinds else (), sink, sink.scaler)
 
     def update(self) -> None:
         """Register and remove hooks as the clock's position asks."""
@@ -82,24 +76,54 @@ class ModelHooks:
             return
         self._optimizers.turn()
         clock = self._sink.clock
-        self._install(wanted=clock.may_record)
-        if not clock.is_automatic and self._tick_handle is not None:
+        if self._names.is_stale:
+            self._follow_swaps()
+        is_listening = self._listens
+        self._install(wanted=clock.may_record and not (clock.is_automatic and self._is_encoder_layer))
+        if is_listening and self._tick_handle is None:
+            self._tick_handle = self._register_tick()
+        elif not is_listening and self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None
-        elif clock.is_automatic and self._tick_handle is None:
-            model = self._model()
-            if model is not None:
-                self._tick_handle = model.register_forward_pre_hook(self._tick_hook, prepend=True)
+
+    @property
+    def _listens(self) -> bool:
+        """Whether the calls of the first model have a hook.
+
+        They move the automatic clock, and where hooks turn off a fast path they tell whether this call is of a phase that is recorded.
+        """
+        clock = self._sink.clock
+        return clock.is_automatic or (clock.may_record and self._around.disturbs)
+
+    @property
+    def _is_encoder_layer(self) -> bool:
+        """Whether the first model is such that a hook on it, even one that only counts calls, changes what it computes; see `hookstore.fastpath`."""
+        return isinstance(self._model(), nn.TransformerEncoderLayer)
+
+    def _register_tick(self) -> RemovableHandle | None:
+        first = self._model()
+        if first is None:
+            return None
+        if not self._is_encoder_layer:
+            return first.register_forward_pre_hook(self._tick_hook, prepend=True)
+
+        def tick_everywhere(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module is self._model():
+                self._tick_hook(module, args)
+
+        return register_module_forward_pre_hook(tick_everywhere)
 
     def tick(self) -> None:
-        """Go on to the next batch: the root module is being called."""
+        """Go on to the next batch: the first model is being called."""
         clock = self._sink.clock
         clock.tick()
         self._optimizers.turn()
+        if self._names.is_stale:
+            self._follow_swaps()
         self._install(wanted=clock.here() is not None)
 
     def _install(self, *, wanted: bool) -> None:
-        state = (wanted, self._sink.clock.is_automatic)
+        state = (wanted, self._listens)
         if state == self._state:
             return
         self._state = state
@@ -109,21 +133,48 @@ class ModelHooks:
 
     def _install_each(self, *, wanted: bool) -> None:
         for layer in self._layers:
-            if wanted or (layer.name == "" and self._sink.clock.is_automatic):  # torch has listed the root's hooks before the clock ticks
+            if wanted or (
+                layer.name == self._first_name and self._sink.clock.is_automatic
+            ):  # torch lists the root's hooks before the clock ticks
                 layer.install()
             elif layer.is_installed:
                 layer.remove()
                 layer.forget()
-        self._watch_root(wanted=wanted)
+        if wanted:
+            self._around.install()
+        else:
+            self._around.remove()
 
-    def _watch_root(self, *, wanted: bool) -> None:
-        """Have the root tell when it raises."""
-        model = self._model()
-        if not wanted and self._raised_handle is not None:
-            self._raised_handle.remove()
-            self._raised_handle = None
-        elif wanted and self._raised_handle is None and self._raised_hook is not None and model is not None:
-            self._raised_handle = model.register_forward_hook(self._raised_hook, always_call=True)
+    def _likely_causes(self, layers: Iterable[str]) -> dict[str, str]:
+        now = self._names.now()
+        by_name = {layer.name: layer for layer in self._layers}
+        if any(now.get(name) is not by_name[name].module for name in layers):
+            self._names.is_stale = True
+        return {name: likely_cause(by_name[name], now) for name in layers}
+
+    def _follow_swaps(self) -> None:
+        """Go on with the modules that have taken the place of others since the last batch."""
+        self._names.is_stale = False
+        now = self._names.now()
+        self._optimizers.follow(now)
+        swapped = [told for layer in self._layers if (told := self._follow(layer, now))]
+        if swapped:
+            shown = "; ".join(swapped[:5]) + (f"; and {len(swapped) - 5} more" if len(swapped) > 5 else "")
+            warnings.warn(f"modules of the model were replaced while it was recorded: {shown}", CaptureWarning, stacklevel=2)
+
+    def _follow(self, layer: LayerHooks, now: Mapping[str, nn.Module]) -> str | None:
+        """Have a layer's hooks go on with the module that has its name now; say what has changed, if anything has."""
+        module = layer.module
+        there = [now[name] for name in layer.names if name in now]
+        if not there or all(one is module for one in there):
+            return None
+        self.uncalled.watch_again(layer.name)
+        successor = there[0]
+        if any(one is not successor for one in there):
+            layer.replace(None)
+            return f"{layer.name!r} and its aliases are no longer one module, and are recorded no more"
+        layer.replace(successor)
+        return f"{layer.name!r} is another module now, a {type(successor).__name__}, which is recorded from the next batch on"
 
     @property
     def is_installed(self) -> bool:
@@ -146,11 +197,12 @@ class ModelHooks:
             self._optimizers.turn()
         self._is_removed = True  # whatever the clock does from now on
         self._sink.is_active = False
+        self._around.remove()
         for layer in self._layers:
             layer.remove()
             layer.forget()
         if self._tick_handle is not None:
             self._tick_handle.remove()
             self._tick_handle = None
-        self._watch_root(wanted=False)
+        self._names.remove()
         self._optimizers.remove()

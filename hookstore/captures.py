@@ -140,8 +140,9 @@ class Captures:
         -------
         object
             A `numpy.ndarray` for a plain tensor, as `get` gives it. Otherwise tuples, lists, dicts and named tuples as they were, a `Record` for a dataclass, a
-            `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was
-            ``None`` or (in a gradient) where no gradient arrived in that backward, and a `NotStored` where something was not stored. All tensors are of one attempt.
+            `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was ``None`` or
+            (in a gradient) where no gradient arrived in that backward, and a `NotStored` where something was not stored. All tensors are of one attempt and
+            one backward.
             Several parameters are a dict by name.
 
         Raises
@@ -467,7 +468,10 @@ class Captures:
         captured = rows.filter(pc.equal(rows["status"], "ok"))
         if not captured.num_rows:
             kinds = self.run[self.layer].kinds
-            return f"this layer has {', '.join(kinds)}" if kinds else "nothing was captured of this layer"
+            if kinds:
+                return f"this layer has {', '.join(kinds)}"
+            reason = rows["reason"][0].as_py() if rows.num_rows else ""
+            return "nothing was captured of this layer" + (f": {reason}" if reason else "")
         of_phase = captured.filter(pc.equal(captured["phase"], phase))
         if not of_phase.num_rows:
             return f"there is only phase {captured['phase'][0].as_py()!r}"

@@ -30,6 +30,7 @@ from hookstore.selection import Layer
 from hookstore.shares import Input, ShareWatch, note_inputs, watch_inputs
 from hookstore.sink import Sink
 from hookstore.watch import Backwards, GradientWatch, distrust_shared_bases
+from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
 _is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
@@ -82,6 +83,7 @@ class LayerHooks:
 
     def __init__(self, layer: Layer, kinds: Iterable[str], sink: Sink) -> None:
         self.name = layer.name
+        self.names = (layer.name, *layer.aliases[: layer.num_names - 1])
         self.sink = sink
         self.kinds = frozenset(kinds)
         self.takes_activation = "activation" in self.kinds
@@ -93,7 +95,7 @@ class LayerHooks:
         self.was_called = False
         self.watches: list[GradientWatch | ShareWatch] = []
         self._told: set[tuple[str, ...]] = set()  # what of its values is not stored, and has a row that says so
-        self._module = weakref.ref(layer.module)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(layer.module)
         self._pre: Callable[..., None] = _PreHook(self)
         self._post: Callable[..., None] = _PostHook(self)
         if sink.clock.budget is not None:
@@ -118,6 +120,20 @@ class LayerHooks:
     def is_installed(self) -> bool:
         """Whether the hooks are on the module."""
         return bool(self._handles)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it is alive."""
+        return self._module()
+
+    def replace(self, module: nn.Module | None) -> None:
+        """Go on with the module that has taken this one's place, or with none."""
+        was_installed = self.is_installed
+        self.remove()
+        self.forget()
+        self._module = weakref.ref(module) if module is not None else lambda: None
+        if was_installed:
+            self.install()
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
@@ -162,8 +178,8 @@ class LayerHooks:
             else:
                 remember(self, call)
 
-    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a call begins with."""
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> None:
+        """Note what a call begins with; there is no call yet where it may repeat another one."""
         calls = self.calls
         depth = len(calls.stack)
         while calls.noted and calls.noted[-1].depth >= depth:
@@ -172,8 +188,13 @@ class LayerHooks:
         structure = 0
         if self.takes_input_gradient and torch.is_grad_enabled():
             tensors, plan = flatten_arguments(args, kwargs)
-            inputs = note_inputs(zip(plan.leaves, tensors, strict=True))
+            leaves = [(leaf, tensor) for leaf, tensor in zip(plan.leaves, tensors, strict=True) if tensor.requires_grad]
+            inputs = note_inputs(leaves)
             structure = self.sink.structure(plan.text)
+            if call is not None and len(inputs) < len(leaves):
+                noted = {entry.leaf for entry in inputs}
+                for leaf in (leaf for leaf, _ in leaves if leaf not in noted):
+                    self.sink.skip_value(self.name, "input_gradient", call, "it is a functorch tensor (vmap, grad or jvp)", leaf=leaf)
         calls.noted.append(_Noted(depth, _sequence_nr(), inputs, structure))
 
     def _noted(self) -> _Noted | None:
@@ -201,6 +222,7 @@ class LayerHooks:
             tensors, plan = flatten(output)
             outputs = list(zip(plan.leaves, tensors, strict=True))
             backward = Backwards(repeated.backward)
+            self._forget_others(outputs, call)
             if self.takes_output_gradient:
                 self._watch_outputs(outputs, call, backward)
             self._watch_inputs(noted, outputs, call, backward)
@@ -235,10 +257,7 @@ class LayerHooks:
     def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
         """Have the gradients of a call's outputs and inputs captured when they arrive."""
         if self.watches and self.watches[0].coordinates is not call.coordinates:
-            current = {id(output): output for _, output in outputs}
-            for watch in self.watches:
-                watch.forget_any(current)
-            self.watches.clear()
+            self._forget_others(outputs, call)
         if not self.takes_input_gradient:
             self._watch_outputs(outputs, call, Backwards(0) if len(outputs) > 1 else 0)
         else:
@@ -253,6 +272,14 @@ class LayerHooks:
     def _watch_inputs(self, noted: _Noted, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: Backwards) -> None:
         call = call._replace(structure=noted.structure)
         self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, backward))
+
+    def _forget_others(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
+        """Take the hooks of another batch off tensors that outlive it."""
+        if self.watches and self.watches[0].coordinates is not call.coordinates:
+            current = {id(output): output for _, output in outputs}
+            for watch in self.watches:
+                watch.forget_any(current)
+            self.watches.clear()
 
     def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int | Backwards) -> None:
         watched = []
@@ -306,19 +333,18 @@ class _PreHook(InertCopy):
         if call is None:
             if hooks.takes_gradient and _graph_task() != -1:
                 with torch._C.DisableTorchFunction():
-                    hooks.note(args, kwargs or {})
+                    hooks.note(args, kwargs or {}, None)
             return
         if not hooks.takes_arguments:
             return
         with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
             if hooks.takes_input_gradient:
-                hooks.note(args, kwargs or {})
+                hooks.note(args, kwargs or {}, call)
             if "input" in hooks.kinds:
                 hooks.see_arguments(args, kwargs or {}, call)
             if "parameter" in hooks.kinds:
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        hooks.sink.put(hooks.name, "parameter", name, parameter, call)
+                for name, parameter in own_parameters(module):
+                    hooks.sink.put(hooks.name, "parameter", name, parameter, call)
 
 
 class _PostHook(InertCopy):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hookstore.layout import Call
 from hookstore.schedule import Coordinates
 from hookstore.selection import Layer
 from hookstore.sink import Sink
+from hookstore.wrappers import own_parameters
 
 _graph_task = torch._C._current_graph_task_id
 _OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
@@ -38,8 +39,8 @@ class OptimizerHooks:
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The root, referred to weakly.
+    models : mapping
+        The models by name, referred to weakly.
     layers : iterable of Layer
         Whose parameters' gradients are captured; none where that kind is not wanted.
     sink : Sink
@@ -48,9 +49,9 @@ class OptimizerHooks:
         What may skip steps.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], sink: Sink, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], sink: Sink, scaler: torch.amp.GradScaler | None) -> None:
         self.has_captured = False
-        self._model = weakref.ref(model)
+        self._models = [weakref.ref(model) for model in models.values()]
         self._layers = [(layer.name, weakref.ref(layer.module)) for layer in layers]
         self._sink = sink
         self._concerned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -72,6 +73,17 @@ class OptimizerHooks:
         if self._scaler is not None:
             self._note_skipped(self._scaler)
             self._here = self._sink.clock.here()
+
+    def follow(self, now: Mapping[str, nn.Module]) -> None:
+        """Go on with the modules that the layers' names stand for now."""
+        self._layers = [(name, weakref.ref(now[name]) if name in now else module) for name, module in self._layers]
+
+    def _all_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all models."""
+        for model in self._models:
+            module = model()
+            if module is not None:
+                yield from module.parameters()
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -114,8 +126,7 @@ class OptimizerHooks:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._concerned.get(optimizer)
         if known is None or known[0] != size:
-            model = self._model()
-            ours = set() if model is None else {id(parameter) for parameter in model.parameters()}
+            ours = {id(parameter) for parameter in self._all_parameters()}
             known = size, any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
             self._concerned[optimizer] = known
         return known[1]
@@ -134,12 +145,12 @@ class OptimizerHooks:
                     call = Call(here, _count(here, layer, leaf), self._step, 0, scale=scale)
                     sink.put(layer, "parameter_gradient", leaf, parameter.grad, call)
 
-    def _parameters(self, held: set[int]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    def _parameters(self, held: set[int]) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the layers' own parameters, as they are now, that are among those."""
         for layer, reference in self._layers:
             module = reference()
-            for leaf, parameter in () if module is None else module._parameters.items():
-                if id(parameter) in held and parameter is not None:
+            for leaf, parameter in () if module is None else own_parameters(module):
+                if id(parameter) in held:
                     yield layer, leaf, parameter
 
     def _note_skipped(self, scaler: _ScalerWatch) -> None:
@@ -157,8 +168,7 @@ class OptimizerHooks:
         if optimizer is not None:
             held = _held(optimizer)
         else:
-            model = self._model()
-            held = set() if model is None else {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+            held = {id(parameter) for parameter in self._all_parameters() if parameter.requires_grad}
             held.difference_update(*(_held(known) for known in self._concerned))
         for layer, leaf, parameter in self._parameters(held):
             if parameter.requires_grad:

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
@@ -24,7 +24,15 @@ from hookstore import __version__
 from hookstore.attach import ModelHooks
 from hookstore.codecs import codec_metadata
 from hookstore.device import Devices, allocate_host, check_device
-from hookstore.errors import CaptureWarning, NotARunError, OptionError, RecorderClosedError, RunExistsError, UnsupportedModelError
+from hookstore.errors import (
+    CaptureWarning,
+    NotARunError,
+    OptionError,
+    RecorderClosedError,
+    RunExistsError,
+    RunLockedError,
+    UnsupportedModelError,
+)
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.format import (
     DTYPES,
@@ -49,6 +57,7 @@ from hookstore.selection import Layer, LayerPattern, select_layers
 from hookstore.signals import FlushOnSigterm, check_main_thread
 from hookstore.sink import TORCH_DTYPES, Sink
 from hookstore.staging import Stager
+from hookstore.wrappers import type_name, unwrap
 from hookstore.writer import Writer
 
 Item = TypeVar("Item")
@@ -88,7 +97,7 @@ class Progress:
 
 
 def record(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, nn.Module],
     path: str | os.PathLike[str],
     *,
     layers: LayerPattern | Iterable[LayerPattern] | None = None,
@@ -115,17 +124,21 @@ def record(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The root module, on the CPU or on CUDA devices, not compiled.
+    model : torch.nn.Module, or mapping of str to torch.nn.Module
+        The root module, on the CPU or on CUDA devices, not compiled. Several models are recorded into one run under the names that a mapping gives them:
+        with ``{"generator": g, "discriminator": d}`` the layers are ``generator.0``, ``discriminator.0``, … and the roots ``generator`` and
+        ``discriminator``. Without a clock set, each call of the first is the next batch; the phase is ``"train"`` while any of them is in training mode.
     path : path-like
-        Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``.
+        Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``. Under ``torch.distributed`` each rank needs its own.
     layers : str, re.Pattern, type, callable, or iterable of these, optional
         Which layers: globs over ``named_modules()`` names, compiled regular expressions (searched), module types, predicates ``(name, module) -> bool``.
-        The root is ``""``. By default every module without children.
+        The root is ``""``. By default every module without children. Names are those that the model has without the wrappers that training puts around it or
+        its parts (DDP, DataParallel, FSDP, ``torch.compile``, checkpoint wrappers, averaged models).
     kinds : str or iterable of str
         ``"activation"`` (what the module returns), ``"gradient"`` (of the loss with respect to that), ``"input"`` (what it is called with),
-        ``"input_gradient"`` (the module's own share of the gradient of that), ``"parameter"`` (its own parameters as the forward sees them) and
-        ``"parameter_gradient"`` (their gradients as an optimizer's step uses them: summed over micro-batches, reduced over ranks, unscaled and clipped).
+        ``"input_gradient"`` (the module's own share of the gradient of that), ``"parameter"`` (its own parameters as the forward sees them; of a parametrized
+        tensor the originals, under their names in the ``state_dict()``) and ``"parameter_gradient"`` (their gradients as an optimizer's step uses them:
+        summed over micro-batches, reduced over ranks, unscaled and clipped).
     every : int
         Record one batch in so many, from batch 0 of each epoch on.
     epochs, batches : int, iterable of int, callable, optional
@@ -174,7 +187,7 @@ def record(
     UnsupportedModelError
         If hooks cannot follow the model.
     """
-    _check_model(model)
+    models = _check_models(model)
     wanted = _check_kinds(kinds)
     schedule = Schedule.build(every=every, epochs=epochs, batches=batches, phases=phases)
     _check_choice("mode", mode, ("x", "a"))
@@ -194,7 +207,7 @@ def record(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler: expected a torch.amp.GradScaler, got {scaler!r} of type {type(scaler).__name__}", option="scaler")
     codecs = {name: codec_metadata(codec, name) for name in DTYPES}
-    selected = select_layers(model, layers)
+    selected = select_layers(models, layers)
     description = {
         "kinds": list(wanted),
         "every": schedule.every,
@@ -205,10 +218,17 @@ def record(
     }
     run_path = os.path.abspath(os.fspath(path))
     begin = _resume_run if mode == "a" and _holds_something(run_path) else _create_run
-    lock, leftover = begin(run_path, model, selected, description)
+    try:
+        lock, leftover = begin(run_path, models, selected, description)
+    except (RunExistsError, RunLockedError) as error:
+        rank, num_ranks = _rank_of_process()
+        if num_ranks > 1:
+            own = os.path.join(run_path, f"rank{rank}")
+            error.args = (f"{error}; this is rank {rank} of {num_ranks}: each records into a directory of its own, such as {own}",)
+        raise
     try:
         return Recorder(
-            model,
+            models,
             run_path,
             layers=selected,
             kinds=wanted,
@@ -243,7 +263,7 @@ class Recorder:
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Mapping[str, nn.Module],
         path: str,
         *,
         layers: list[Layer],
@@ -265,17 +285,12 @@ class Recorder:
         self._pid = os.getpid()
         self._disable_on_failure = disable_on_failure
         self._is_closed = False
-        root = weakref.ref(model)
-
-        def phase() -> str:
-            module = root()
-            return "train" if module is None or module.training else "eval"
-
-        self._clock = Clock(schedule, phase, budget)
+        self._clock = Clock(schedule, _phase_of(models), budget)
+        rank = _rank_of_process()[0]
         catalog = ArrayCatalog(
-            every=schedule.every, num_epochs=schedule.num_epochs, rank=0, codec=codecs, stored=[array.spec for array in leftover.arrays]
+            every=schedule.every, num_epochs=schedule.num_epochs, rank=rank, codec=codecs, stored=[array.spec for array in leftover.arrays]
         )
-        pinned = any(parameter.is_cuda for parameter in model.parameters())
+        pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(
             allocate_host(buffer_bytes, pinned=pinned),
             Devices(_DEVICE_RING_BYTES),
@@ -290,14 +305,16 @@ class Recorder:
             self._stager,
             num_epochs=schedule.num_epochs,
             epoch_batches=lambda: self._clock.epoch_batches,
+            rank=rank,
             lock=lock,
             leftover=leftover,
             under_way=lambda: (self._clock.under_way, self._clock.step),
         )
         self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure, scaler=scaler)
-        self._hooks = ModelHooks(model, layers, kinds, self._sink)
+        self._hooks = ModelHooks(models, layers, kinds, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
+        self._clock.on_end = self._hooks.uncalled.end
         self._handled = sys.exc_info()[1]  # what is being handled around the whole recording does not end it
         self._sigterm: FlushOnSigterm | None = None
         try:
@@ -416,6 +433,13 @@ class Recorder:
             self._sigterm.remove()
         if error is not None and error is not self._handled:
             self._sink.mark_partial(f"{type(error).__name__} ended the recording in this batch; captures of it may be missing")
+        try:
+            self._tell_uncalled_layers(is_cut_short=error is not None and error is not self._handled)
+        finally:  # where warnings are errors too
+            self._end()
+
+    def _end(self) -> None:
+        """Remove the hooks and finish the run."""
         was_active = self._sink.is_active
         self._hooks.remove()
         _ACTIVE.discard(self)
@@ -427,7 +451,7 @@ class Recorder:
             if was_active:
                 self._turn_off(failure)
             return
-        self._warn_about_silent_layers()
+        self._warn_without_steps()
 
     def _turn_off(self, error: BaseException) -> None:
         """Capture no more, because the writer has failed and ``on_error`` is ``"disable"``."""
@@ -452,18 +476,17 @@ class Recorder:
             if error is not failure:  # the user's own exception goes first
                 error.add_note(f"hookstore: the run at {self.path} was not finished: {type(failure).__name__}: {failure}")
 
-    def _warn_about_silent_layers(self) -> None:
-        silent = self._hooks.silent_layers
-        if silent and self._clock.was_due:
-            shown = ", ".join(map(repr, silent[:5])) + (f" and {len(silent) - 5} more" if len(silent) > 5 else "")
-            warnings.warn(
-                f"selected layers with 0 calls: {shown}. Nothing was captured of them: their forward is called directly, their weights are used by "
-                "another module, or they were compiled",
-                CaptureWarning,
-                stacklevel=4,
-            )
+    def _tell_uncalled_layers(self, *, is_cut_short: bool) -> None:
+        """Tell of the layers that batches did not call, as far as no batch has told of them; a failure of the writer is told by its end."""
+        uncalled = self._hooks.uncalled
+        cut_short = self._clock.under_way if is_cut_short else []
+        self._clock.end_all()
+        uncalled.finish(cut_short)
+        if self._clock.due is not None and not is_cut_short:
+            uncalled.finish_unused(self._hooks.silent_layers, self._clock.due)
 
-        if self._hooks.lacks_steps and self._clock.was_due:
+    def _warn_without_steps(self) -> None:
+        if self._hooks.lacks_steps and self._clock.due is not None:
             warnings.warn(
                 "no parameter_gradient was captured: no optimizer that holds a parameter of the selected layers has taken a step in a batch that is "
                 "recorded, or none of them had a gradient",
@@ -489,6 +512,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_recorders_in_child)
 
 
+def _phase_of(models: Mapping[str, nn.Module]) -> Callable[[], str]:
+    """Return what says which phase the models are in: ``"train"`` while any of them is in training mode. It keeps none of them alive."""
+    roots = [weakref.ref(unwrap(model)) for model in models.values()]
+
+    def phase_of_one() -> str:
+        module = roots[0]()
+        return "train" if module is None or module.training else "eval"
+
+    def phase_of_several() -> str:
+        alive = [module for root in roots if (module := root()) is not None]
+        return "train" if not alive or any(module.training for module in alive) else "eval"
+
+    return phase_of_one if len(roots) == 1 else phase_of_several
+
+
 # Checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -512,10 +550,42 @@ def _check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in given)
 
 
+def _rank_of_process() -> tuple[int, int]:
+    """Return which of how many processes this is, in the process group that training has set up; the only one where there is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def _check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the models by name, one alone under the empty name, if they can be recorded."""
+    if not isinstance(given, Mapping):
+        _check_model(given)
+        return {"": given}
+    if not given:
+        raise OptionError(
+            "model: expected a module, or at least one in a mapping from names to modules, got an empty mapping", option="model"
+        )
+    for name, model in given.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise OptionError(
+                f"model: expected names without dots in the mapping of modules, such as 'generator', got {name!r}", option="model"
+            )
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"model {name!r}: expected a torch.nn.Module, got a {type(model).__name__}")
+        _check_model(model)
+    return dict(given)
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got a {type(model).__name__}")
     for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise UnsupportedModelError(
+                f"module {name!r} is a DataParallel over {len(module.device_ids)} devices: each batch runs on copies of the model that are thrown away, in "
+                "threads, and which copy had which samples is not known; use DistributedDataParallel, or record the model inside on one device"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
                 f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
@@ -545,7 +615,9 @@ def _holds_something(run_path: str) -> bool:
     return bool(inside) or any(not name.startswith(LOCK_FILE) for name in list_names(os.path.join(run_path, JOURNAL_DIR)))
 
 
-def _create_run(run_path: str, model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
+def _create_run(
+    run_path: str, models: Mapping[str, nn.Module], layers: list[Layer], description: dict[str, Any]
+) -> tuple[RunLock, Leftover]:
     """Make the run's directories and ``run.json``."""
     os.makedirs(os.path.dirname(run_path), exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -565,7 +637,7 @@ def _create_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
         for name in (LAYERS_DIR, MANIFEST_DIR):
             with contextlib.suppress(FileExistsError):
                 system.mkdir(os.path.join(run_path, name))
-        attempt = _attempt(0, model, description)
+        attempt = _attempt(0, models, description)
         contents = {
             "format": "hookstore",
             "format_version": FORMAT_VERSION,
@@ -583,7 +655,9 @@ def _create_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
     return lock, Leftover(0, [], {}, [])
 
 
-def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], description: dict[str, Any]) -> tuple[RunLock, Leftover]:
+def _resume_run(
+    run_path: str, models: Mapping[str, nn.Module], layers: list[Layer], description: dict[str, Any]
+) -> tuple[RunLock, Leftover]:
     """Take a run up again: recover what a dead writer left, and add this attempt to ``run.json``."""
     try:
         read_description(run_path)
@@ -603,7 +677,7 @@ def _resume_run(run_path: str, model: nn.Module, layers: list[Layer], descriptio
         # (one that could not begin has left its number there, and nothing else)
         numbers = [number for attempt in attempts if isinstance(number := attempt.get("attempt"), int)]
         leftover = replace(leftover, attempt=max([leftover.attempt, *(number + 1 for number in numbers)]))
-        contents["attempts"] = [*attempts, _attempt(leftover.attempt, model, description)]
+        contents["attempts"] = [*attempts, _attempt(leftover.attempt, models, description)]
         write_atomically(os.path.join(run_path, RUN_FILE), json.dumps(contents, indent=2).encode())
     except BaseException:
         close_lock(run_path, lock)
@@ -619,12 +693,13 @@ def _tell_apart(layers: list[dict[str, Any]]) -> None:
         taken.update(layer["aliases"])
 
 
-def _attempt(number: int, model: nn.Module, description: dict[str, Any]) -> dict[str, Any]:
+def _attempt(number: int, models: Mapping[str, nn.Module], description: dict[str, Any]) -> dict[str, Any]:
     """Describe one recording of the run."""
+    types = {name: type_name(unwrap(model)) for name, model in models.items()}
     return {
         "attempt": number,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model": types.get("", types),
         "recorded": description,
         "environment": {
             "hookstore": __version__,
@@ -639,6 +714,6 @@ def _describe_layer(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "path": f"{LAYERS_DIR}/{escape(layer.name)}",
-        "module": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
+        "module": type_name(layer.module),
         "aliases": list(layer.aliases),
     }

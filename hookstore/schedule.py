@@ -182,6 +182,7 @@ class Clock:
         self.budget = budget
         self.on_tick: Callable[[], None] = lambda: None
         self.on_skip: Callable[[Coordinates], None] = lambda _: None
+        self.on_end: Callable[[Coordinates], None] = lambda _: None
         self._schedule = schedule
         self._phase = phase
         self._lock = threading.Lock()
@@ -191,7 +192,7 @@ class Clock:
         self._position = self._automatic
         self._frames: list[_Frame] = []
         self._abandoned: list[Coordinates] = []
-        self.was_due = False  # whether any batch so far was to be recorded
+        self.due: Coordinates | None = None  # the first batch that was to be recorded
 
     @property
     def is_automatic(self) -> bool:
@@ -247,9 +248,9 @@ class Clock:
             phase = self._phase()
             self._counted[phase] += 1
             self._abandoned = []
-            self._position.resolved.pop(phase, None)
+            self._end(self._position, phase)
             here = self.here()
-            self.was_due |= here is not None
+            self.due = self.due or here
             if not self._allows(here):
                 self._position.resolved[phase] = None
 
@@ -292,6 +293,9 @@ class Clock:
         if self._position.where == (epoch, batch):
             frame.position = self._position
         else:
+            self._end(frame.position)
+            if frame.before is not None:
+                self._end(frame.before.position)
             frame.position = _Position((epoch, batch))
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -309,9 +313,23 @@ class Clock:
         self.on_skip(coordinates)
         return False
 
-    def _leave(self, frame: _Frame) -> None:
-        """Take a frame away, wherever it stands: loops may end in any order."""
+    def end_all(self) -> None:
+        """End every batch that is open, because recording ends."""
+        for position in [*(frame.position for frame in self._frames), self._automatic]:
+            self._end(position)
+
+    def _end(self, position: _Position, phase: str | None = None) -> None:
+        """Tell that a batch ends: that of one phase there, which is forgotten then, or of all."""
+        ended = list(position.resolved.values()) if phase is None else [position.resolved.pop(phase, None)]
+        for here in ended:
+            if here is not None:
+                self.on_end(here)
+
+    def _leave(self, frame: _Frame, *, is_whole: bool = True) -> None:
+        """Take a frame away, wherever it stands: loops may end in any order; an exception may have cut its batch short."""
         if frame in self._frames:
+            if is_whole:
+                self._end(frame.position)
             self._frames.remove(frame)
             if frame.before is not None:
                 self._frames.append(frame.before)
@@ -324,7 +342,9 @@ class Clock:
             self._position = top.position
             if top.num_batches is not None or not top.is_bare:
                 self.epoch_batches = top.num_batches
-            self.was_due |= self.may_record and self._phase() in self._schedule.phases
+            phase = self._phase()
+            if self.due is None and self.may_record and phase in self._schedule.phases and self._position.where is not None:
+                self.due = Coordinates(phase, *self._position.where)
         self.on_tick()
 
 
@@ -382,7 +402,7 @@ class Placed:
     def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         if kind is not None:
             self._clock._abandoned = _called(self._frame.position)
-        self._clock._leave(self._frame)
+        self._clock._leave(self._frame, is_whole=kind is None)
 
 
 class Batches(Generic[Item]):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from hookstore.errors import SelectionError
+from hookstore.wrappers import NamedModule, has_no_layers, is_container, name_modules, parametrizations
 
 LayerPattern = str | re.Pattern[str] | type[nn.Module] | Callable[[str, nn.Module], bool]
-
-# Containers that have no forward of their own: nothing ever calls them.
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +23,32 @@ class Layer:
     Attributes
     ----------
     name : str
-        Its first name in ``named_modules()``.
+        Its first name in ``named_modules()``, without those of wrappers around the model or parts of it.
     module : torch.nn.Module
-        The module itself.
+        The module itself, inside its wrappers.
     aliases : tuple of str
-        Further names under which the same module is registered.
+        Further names of the same module: those under which it is registered too, then those that count the wrappers.
+    num_names : int
+        How many of its names, the first included, are places where it is registered.
     """
 
     name: str
     module: nn.Module = field(repr=False)
     aliases: tuple[str, ...] = ()
+    num_names: int = 1
 
 
-def select_layers(model: nn.Module, layers: LayerPattern | Iterable[LayerPattern] | None = None) -> list[Layer]:
+def select_layers(models: nn.Module | Mapping[str, nn.Module], layers: LayerPattern | Iterable[LayerPattern] | None = None) -> list[Layer]:
     """Find the layers that a selection names, in the model's order.
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The root; its own name is ``""``.
+    models : torch.nn.Module or mapping
+        The root, whose own name is ``""``; or several, each under a name that precedes those of its modules.
     layers : str, re.Pattern, type, callable, iterable of these, or None
         A string is a glob over qualified names (``"encoder.*.linear1"``; ``*`` also matches dots), a compiled regular expression is searched in them, a
-        type selects its instances, and a callable gets ``(name, module)``. ``None`` selects every module that has no children.
+        type selects its instances, and a callable gets ``(name, module)``. What matches no name as the user wrote it may match one that counts the
+        wrappers, such as ``module.conv1``. ``None`` selects every module that has no children.
 
     Returns
     -------
@@ -58,40 +60,56 @@ def select_layers(model: nn.Module, layers: LayerPattern | Iterable[LayerPattern
     SelectionError
         If a pattern matches nothing, or only containers that are never called.
     """
-    names: dict[int, list[str]] = {}
-    modules: dict[int, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
+    modules = name_modules({"": models} if isinstance(models, nn.Module) else models)
     if layers is None:
-        patterns: list[LayerPattern] = [lambda _name, module: next(module.children(), None) is None]
-    elif isinstance(layers, str | re.Pattern | type) or callable(layers) or not isinstance(layers, Iterable):
-        patterns = [layers]
+        chosen = _without_children(modules)
     else:
-        patterns = list(layers)
-    if not patterns:
-        raise SelectionError("layers is empty: name at least one layer, or leave it out to record every module without children")
-    chosen: set[int] = set()
-    for pattern in patterns:
-        matches = _matcher(pattern)
-        found = [key for key, module in modules.items() if any(matches(name, module) for name in names[key])]
-        if not found:
-            raise SelectionError(_nothing_matches(pattern, [name for group in names.values() for name in group]))
-        called = [key for key in found if not isinstance(modules[key], _NEVER_CALLED)]
-        if not called:
-            containers = ", ".join(repr(names[key][0]) for key in found)
-            raise SelectionError(
-                f"layers: {_describe(pattern)} matches only {containers}, a {type(modules[found[0]]).__name__}, which is never called and so has no "
-                f"activation; select its children instead, such as {names[found[0]][0] + '.*'!r}"
-            )
-        chosen.update(called)
-    for key in chosen:
-        for name in names[key]:
+        is_one = isinstance(layers, str | re.Pattern | type) or callable(layers) or not isinstance(layers, Iterable)
+        patterns: list[LayerPattern] = [layers] if is_one else list(layers)  # type: ignore[list-item, arg-type]
+        if not patterns:
+            raise SelectionError("layers is empty: name at least one layer, or leave it out to record every module without children")
+        chosen = {id(found.module) for pattern in patterns for found in _find(pattern, modules)}
+    selected = [found for found in modules if id(found.module) in chosen]
+    for found in selected:
+        for name in (*found.names, *found.full_names):
             if any("\ud800" <= character <= "\udfff" for character in name):
                 raise SelectionError(
                     f"layers: the name {name!r} holds half of a surrogate pair, which UTF-8 and so the manifest cannot hold; rename that module"
                 )
-    return [Layer(names[key][0], module, tuple(names[key][1:])) for key, module in modules.items() if key in chosen]
+    return [Layer(found.names[0], found.module, (*found.names[1:], *found.full_names), len(found.names)) for found in selected]
+
+
+def _without_children(modules: list[NamedModule]) -> set[int]:
+    """Choose the modules that have no children; what computes the weight of a layer is no layer of its own."""
+    inside = {id(part) for found in modules for part in parametrizations(found.module)}
+    chosen = {
+        id(found.module)
+        for found in modules
+        if id(found.module) not in inside and has_no_layers(found.module) and not is_container(found.module)
+    }
+    if not chosen:
+        raise SelectionError(
+            "layers: the model has no module without children that has a forward of its own; name the layers, such as layers=''"
+        )
+    return chosen
+
+
+def _find(pattern: LayerPattern, modules: list[NamedModule]) -> list[NamedModule]:
+    """Return the modules that a pattern matches, and that are called."""
+    matches = _matcher(pattern)
+    found = [one for one in modules if any(matches(name, one.module) for name in one.names)]
+    if not found:
+        found = [one for one in modules for name in one.full_names for module in (one.module, *one.wrappers) if matches(name, module)]
+    if not found:
+        raise SelectionError(_nothing_matches(pattern, [name for one in modules for name in one.names]))
+    called = [one for one in found if not is_container(one.module)]
+    if not called:
+        containers = ", ".join(repr(one.names[0]) for one in found)
+        raise SelectionError(
+            f"layers: {_describe(pattern)} matches only {containers}, a {type(found[0].module).__name__}, which is never called and so has no "
+            f"activation; select its children instead, such as {found[0].names[0] + '.*'!r}"
+        )
+    return called
 
 
 def _matcher(pattern: LayerPattern) -> Callable[[str, nn.Module], bool]:

@@ -55,9 +55,9 @@ class Input:
 
 
 def note_inputs(leaves: Iterable[tuple[str, torch.Tensor]]) -> list[Input]:
-    """Note the inputs that a call begins with, of which a gradient can be asked for."""
+    """Note the inputs that a call begins with and that require grad; without those of function transforms, which stand for many values."""
     with _disable_current_modes() if _num_modes() else _NOTHING:
-        return [Input(leaf, tensor) for leaf, tensor in leaves if tensor.requires_grad and not _is_functorch(tensor)]
+        return [Input(leaf, tensor) for leaf, tensor in leaves if not _is_functorch(tensor)]
 
 
 def _accumulator(leaf: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in D
 # What a tensor is besides its dtype and shape: where it lives, dense or not, wrapped, nested, lazily conjugated or negated. It is read without giving the
 # GIL away, which would cost many times what a small copy does while the writer is waiting for it.
 _dispatch_keys = torch._C._dispatch_keys
+_transform = torch._C._functorch.peek_interpreter_stack
+_MOST_DIMS = 61  # NumPy and Zarr have 64, and an array has up to three before those of the tensor
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.parameter.Buffer)
 
 
@@ -87,7 +90,7 @@ class Sink:
                 if array.is_small and tensor.is_contiguous():
                     if self._stager.stage_small(array, call, backward, tensor):
                         return
-                elif self._stager.stage_whole(array, call, backward, tensor.detach()):
+                elif _transform() is None and self._stager.stage_whole(array, call, backward, tensor.detach()):
                     return
             except BaseException as error:
                 self._failed(error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
@@ -124,7 +127,8 @@ class Sink:
             if reason is not None:
                 self.skip(capture, reason)
             else:
-                self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
+                with _outside_transforms():
+                    self._stager.stage(capture, tensor.detach(), epoch_batches=self.clock.epoch_batches)
         except BaseException as error:
             self._failed(error, capture)
         return capture
@@ -201,6 +205,44 @@ class Sink:
                 CaptureWarning,
                 stacklevel=2,
             )
+
+    def skip_layers(self, reasons: dict[str, str], kinds: list[str], here: Coordinates, step: int) -> None:
+        """Note gaps of whole layers in a batch, a row for each kind, and warn of all of them at once.
+
+        Parameters
+        ----------
+        reasons : dict
+            For each layer why it was not called.
+        kinds : list of str
+            What would have been captured of it.
+        here : Coordinates
+            The batch.
+        step : int
+            Optimizer steps done by then.
+        """
+        if not self.is_active:
+            return
+        now = time.time_ns() // 1000
+        by_reason: dict[str, list[str]] = {}
+        for layer, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(layer)
+            for kind in kinds:
+                capture = Capture(
+                    layer, kind, "", "", here, 0, 0, step, (), now, status="skipped", reason=f"the layer was not called: {reason}"
+                )
+                try:
+                    self._stager.note(capture)
+                except BaseException as error:
+                    self._failed(error, capture)
+        told = [
+            f"{', '.join(map(repr, layers[:5]))}{f' and {len(layers) - 5} more' if len(layers) > 5 else ''} ({reason})"
+            for reason, layers in by_reason.items()
+        ]
+        warnings.warn(
+            f"selected layers with 0 calls in {here.phase} epoch {here.epoch}, batch {here.batch}: {'; '.join(told)}",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
     def skip_batch(self, coordinates: Coordinates) -> None:
         """Note that a batch was left out to stay within the budget."""
@@ -292,6 +334,15 @@ def _scale_of(scaler: torch.amp.GradScaler) -> float | torch.Tensor:
     return float(scale) if scale.is_cpu else scale
 
 
+def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Leave a function transform (vmap, grad, …) that is under way: it would wrap what we make of a plain tensor, which has nothing to do with it."""
+    if _transform() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def why_not(tensor: torch.Tensor) -> str | None:
     """Say why a tensor has no bytes that could be stored, or return ``None``."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor):
@@ -304,6 +355,8 @@ def why_not(tensor: torch.Tensor) -> str | None:
         return "it is a nested tensor"
     if tensor.dtype not in TORCH_DTYPES:
         return f"its dtype {tensor.dtype} is not stored"
+    if tensor.dim() > _MOST_DIMS:
+        return f"it has {tensor.dim()} dimensions; with those of epoch, batch and call an array has at most 64"
     if type(tensor) not in _PLAIN_TYPES and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"it is a {type(tensor).__name__}, a tensor subclass whose values only its own code knows"
     return None

@@ -1,18 +1,6 @@
 """How a value is built of which tensors are captured: the text in the manifest's column ``structure``.
 
-A plain tensor has the empty text. For everything else it is compact JSON, one node for each part of the value:
-
-===================================================  =====================================================================
-``"tensor"``                                         a tensor; it is found under its leaf path
-``null``                                             ``None``
-``["tuple", [node, …]]``, ``["list", [node, …]]``    by position
-``["dict", [[key, node], …]]``                       any mapping; a key is text, a whole number, or ``[type, text]``
-``["namedtuple", type, [[field, node], …]]``         also what `torch.max` and its like return
-``["record", type, [[field, node], …], [field, …]]`` a dataclass, or a mapping that is one; the last are fields that hold nothing
-``["packed", [[field, node], …]]``                   a PackedSequence
-``["call", [node, …], [[keyword, node], …]]``        what a module was called with
-``["other", type, reason]``                          what was not stored; the reason is empty where it is that it is no tensor
-===================================================  =====================================================================
+A plain tensor has the empty text. For everything else it is compact JSON, one node for each part of the value; `NODES` lists them.
 
 A tensor that is not one block of numbers is stored as several tensors, its *parts*, each under the tensor's leaf path and the part's name (see `PARTS`).
 The rows of these have ``["at", node, leaf, tensor]``: the node of the whole value (``null`` for a plain tensor, or for one of many parameters), the
@@ -30,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hookstore.format import leaf_path
 
-Node = Any  # a str, None or a tuple that begins with the kind, as in the table above
+Node = Any  # a str, None or a tuple that begins with the kind, as in `NODES`
 Key = str | int | tuple[str, str]
 
 TENSOR: Node = "tensor"
@@ -39,7 +27,19 @@ DEEPEST = 16  # levels of containers that are looked into
 
 _CACHED_TEXT = 1 << 14
 _DEEPEST_TEXT = 4 * DEEPEST
-_PAIRS = ("dict", "namedtuple", "record", "packed")
+
+# Every kind of node, and what it stands for.
+NODES: tuple[tuple[str, str], ...] = (
+    ('"tensor"', "a tensor; it is found under its leaf path"),
+    ("null", "`None`"),
+    ('["tuple", [node, …]]`, `["list", [node, …]]', "by position"),
+    ('["dict", [[key, node], …]]', "any mapping; a key is text, a whole number, or `[type, text]`"),
+    ('["namedtuple", type, [[field, node], …]]', "also what `torch.max` and its like return"),
+    ('["record", type, [[field, node], …], [field, …]]', "a dataclass, or a mapping that is one; the last are fields that hold nothing"),
+    ('["packed", [[field, node], …]]', "a PackedSequence"),
+    ('["call", [node, …], [[keyword, node], …]]', "what a module was called with"),
+    ('["other", type, reason]', "what was not stored; the reason is empty where it is that it is no tensor"),
+)
 
 # The parts of tensors that are several, in order.
 PARTS: dict[str, tuple[str, ...]] = {

@@ -43,3 +43,17 @@ def _nothing_leaks():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(name="one_thread")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(name="no_syncs")
+def _no_syncs(monkeypatch):
+    """These runs have thousands of arrays and are about values: waiting for the disk would take longer than all the rest."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)

@@ -506,17 +506,22 @@ def test_layer_that_is_never_called_is_warned_about(path):
             return self.b(self.a.forward(inputs))
 
     model = Direct()
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls: 'a'"), recording(model, path):
+    with pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'a' "), recording(model, path):
         model(torch.ones(1))
     with hookstore.open(path) as run:
         assert run.layers == ["a", "b"]
-        with pytest.raises(hookstore.MissingCaptureError, match="nothing was captured of this layer"):
+        with pytest.raises(hookstore.MissingCaptureError, match="was skipped: the layer was not called: its forward was called directly"):
             run["a"].activation[0, 0]
+        with pytest.raises(hookstore.MissingCaptureError, match="was not captured: the layer was not called"):
+            run["a"].activation[0, 1]
 
 
 def test_selection_of_nothing_that_is_called_is_warned_about(path):
     model = nn.MultiheadAttention(4, 2)
-    with pytest.warns(hookstore.CaptureWarning, match="0 calls: 'out_proj'"), recording(model, path, layers="out_proj"):
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 0: 'out_proj' .MultiheadAttention"),
+        recording(model, path, layers="out_proj"),
+    ):
         model(torch.ones(1, 3, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4))
 
 

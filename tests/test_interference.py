@@ -15,7 +15,7 @@ from hookstore.demo import DigitNet
 # In one model a layer in place edits what another returned, of which a gradient is then skipped with a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*edited in place:hookstore.CaptureWarning")
 
-KINDS = ("activation", "gradient", "input", "parameter")
+KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
 
 
 class InPlaceNet(nn.Module):
@@ -99,7 +99,7 @@ def test_loss_gradients_weights_and_random_numbers_are_bit_equal(tmp_path, name,
         assert torch.equal(ours, theirs)
     with hookstore.open(tmp_path / "run") as run:
         assert run.batches(0) == list(range(0, 4, every))
-        assert len(run.kinds) == 4
+        assert run.kinds == list(KINDS)
 
 
 @pytest.mark.parametrize("name", MODELS)

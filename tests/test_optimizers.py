@@ -358,3 +358,19 @@ def test_unscaled_and_clipped_gradients_are_what_the_step_uses(path):
         assert values(run[""].gradient, 0, 0) == values(run[""].input_gradient, 0, 0) == [[3.0]]
         assert values(run[""].input_gradient.raw, 0, 0) == [[3072.0]]
         assert run[""].parameter_gradient.row(0, 0)["loss_scale"] is None
+
+
+def test_sparse_gradients_come_as_their_parts(path):
+    """The embedding of the public report wandb#305: the gradient, dense, is [[0, 0], [2, 20], [0, 0], [1, 10]]."""
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    with recording(model, path, layers="") as recorder:
+        for _ in recorder.batches(range(2), epoch=0):
+            optimizer.zero_grad()
+            (model(torch.tensor([1, 3, 1])) * torch.tensor([1.0, 10.0])).sum().backward()
+            optimizer.step()
+    with hookstore.open(path) as run:
+        for batch in range(2):
+            gradient = run[""].parameter_gradient[0, batch]
+            assert gradient.dense().tolist() == [[0.0, 0.0], [2.0, 20.0], [0.0, 0.0], [1.0, 10.0]]
+        assert set(run.manifest["step"].to_pylist()) == {0, 1}

@@ -121,8 +121,9 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "structure", "files", "selection", "schedule", "layout", "device", "staging"),
-    *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers", "hooks", "attach"),
+    *("errors", "format", "structure", "files", "wrappers", "selection", "schedule", "layout", "device", "staging"),
+    *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
+    *("hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )

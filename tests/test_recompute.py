@@ -286,16 +286,17 @@ def test_view_and_in_place_layers_under_reentrant_checkpointing(path):
 def test_nothing_is_kept_alive(path):
     block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     alive = []
-    with recording(block, path, layers="*"):
+    with recording(block, path, layers="*") as recorder:
         gc.disable()
         try:
-            for backwards in (True, False, True):
+            for backwards in (True, False, True, True, True):
                 output = checkpoint(block, torch.ones(1, 2, requires_grad=True) * 1, use_reentrant=True)
                 alive.append(weakref.ref(output.grad_fn))
                 if backwards:
                     output.sum().backward()
                 del output
                 assert not any(reference() is not None for reference in alive)
+                assert all(len(hooks.watches) <= 2 for hooks in recorder._hooks._layers)
         finally:
             gc.enable()
     from hookstore import recomputation

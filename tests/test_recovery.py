@@ -983,7 +983,7 @@ def test_what_an_earlier_attempt_had_does_not_confuse(path):
     record(path, [0, 2], model=Named("a"), layers="inner")
     record(path, [0, 2], model=Named("b"), layers="inner", value=5.0)
     with hookstore.open(path) as run:
-        assert run["inner"].activation[0, 0].tolist() == [5.0, 5.0]
+        assert run["inner"].activation.get(0, 0).tolist() == [5.0, 5.0]
         assert run["inner"].activation.get(0, 0, leaf="a").tolist() == [0.0, 0.0]
         with pytest.raises(hookstore.MissingCaptureError, match=r"was not captured; epoch 0 has batches 0, 2"):
             run["inner"].activation[0, 1]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from hookstore import format as spec
+from hookstore import structure
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- disk format: written by tools/readme.py from hookstore/format.py -->", "<!-- end of disk format -->"
@@ -64,6 +65,26 @@ def rules() -> str:
   rows and an index for everything behind them, and is renamed over. Of several chunks for one epoch, batch and call the index has the latest; the manifest has all."""
 
 
+def structures() -> str:
+    """Return the grammar of the structure texts."""
+    nodes = [f"| `{node}` | {meaning} |" for node, meaning in structure.NODES]
+    parts = "; ".join(f"{kind}: {', '.join(f'`{part}`' for part in names)}" for kind, names in structure.PARTS.items())
+    at = structure.encode_at("", "x", ("sparse_coo", {"coalesced": True}))
+    return "\n".join(
+        [
+            "The column `structure` is empty for a plain tensor, and else JSON, one node for each part of the value:",
+            "",
+            "| node | stands for |",
+            "|---|---|",
+            *nodes,
+            "",
+            f"Tensors that are stored as several have these parts, under their leaf path and the part's name: {parts}.",
+            f"The rows of parts have `{at}`: the value's node (`null` where the tensor is all of it, or a parameter), the tensor's leaf path,",
+            'its kind and what else there is to know; around these two stands `["dtensor", facts, …]` for the local tensor of a DTensor.',
+        ]
+    )
+
+
 def dtype_table() -> str:
     """Return the table of dtypes."""
     lines = ["| torch | Zarr | NumPy |", "|---|---|---|"]
@@ -81,7 +102,7 @@ def manifest_table() -> str:
 
 def section() -> str:
     """Return the whole section."""
-    return "\n\n".join([BEGIN, layout(), rules(), "Dtypes:", dtype_table(), "The manifest:", manifest_table(), END])
+    return "\n\n".join([BEGIN, layout(), rules(), "Dtypes:", dtype_table(), "The manifest:", manifest_table(), structures(), END])
 
 
 def main() -> None:

@@ -1,0 +1,126 @@
+"""Layers that a batch did not call: each is told once, with the likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from hookstore.hooks import LayerHooks
+from hookstore.schedule import Coordinates
+from hookstore.sink import Sink
+from hookstore.wrappers import has_forward, type_name
+
+_OF_A_CALL = ("activation", "gradient", "input", "input_gradient", "parameter")
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A batch that has ended, and the layers that it did not call."""
+
+    coordinates: Coordinates
+    step: int
+    causes: dict[str, str]
+
+
+class UncalledLayers:
+    """Tells which layers a recorded batch did not call: by a manifest row for each selected kind, and one warning for all layers of a batch.
+
+    What is told is told when the next batch ends, since a loop may come back to a batch (as one does that sets the clock by hand for each part of a
+    model), or when recording does. Of a batch in which a model's forward raised nothing is told.
+
+    Parameters
+    ----------
+    layers : iterable of str
+        Names of the layers.
+    kinds : iterable of str
+        What is captured of each.
+    sink : Sink
+        Where rows go.
+    likely_causes : callable
+        Gets names of layers, and returns why each was not called.
+    """
+
+    def __init__(
+        self, layers: Iterable[str], kinds: Iterable[str], sink: Sink, likely_causes: Callable[[Iterable[str]], dict[str, str]]
+    ) -> None:
+        self._untold = dict.fromkeys(layers)
+        self._kinds = [kind for kind in kinds if kind in _OF_A_CALL]
+        self._sink = sink
+        self._likely_causes = likely_causes
+        self._ended: dict[str, _Ended] = {}  # by phase
+        self._have_raised: dict[Coordinates, bool] = {}  # whether a call of a model raised there; of batches that have called one
+
+    def note_call(self, here: Coordinates, *, raised: bool) -> None:
+        """Note that a call of a model has ended."""
+        self._have_raised[here] = self._have_raised.get(here, False) or raised
+
+    def watch_again(self, layer: str) -> None:
+        """Tell once more when a layer is not called, since it is no longer the module that it was."""
+        self._untold[layer] = None
+
+    def end(self, here: Coordinates) -> None:
+        """Take note that a batch ends, or is left for a while."""
+        has_raised = self._have_raised.pop(here, None)
+        if has_raised is None and not here.calls:
+            return  # nothing was called at all
+        before = self._ended.get(here.phase)
+        is_same = before is not None and (before.coordinates.epoch, before.coordinates.batch) == (here.epoch, here.batch)
+        if before is not None and not is_same:
+            del self._ended[here.phase]
+            self._tell(before)
+        if has_raised or here.calls.keys() >= self._untold.keys():
+            self._ended.pop(here.phase, None)
+            return
+        missing = [layer for layer in self._untold if layer not in here.calls]
+        if before is not None and is_same:
+            before.causes = {layer: cause for layer, cause in before.causes.items() if layer in missing}
+        else:
+            self._ended[here.phase] = _Ended(here, self._sink.clock.step, self._likely_causes(missing))
+
+    def finish(self, cut_short: Iterable[Coordinates]) -> None:
+        """Tell what is left when recording ends, except of batches that were cut short."""
+        is_cut_short = {(here.phase, here.epoch, here.batch) for here in cut_short}
+        for phase, ended in list(self._ended.items()):
+            del self._ended[phase]
+            if (phase, ended.coordinates.epoch, ended.coordinates.batch) not in is_cut_short:
+                self._tell(ended)
+
+    def finish_unused(self, layers: Iterable[str], due: Coordinates) -> None:
+        """Tell of layers that had no call in the whole recording, in which a batch was due, where no batch has told of them."""
+        untold = [layer for layer in layers if layer in self._untold]
+        if untold:
+            self._tell(_Ended(due, self._sink.clock.step, self._likely_causes(untold)))
+
+    def _tell(self, ended: _Ended) -> None:
+        causes = {layer: cause for layer, cause in ended.causes.items() if layer in self._untold}
+        for layer in causes:
+            del self._untold[layer]
+        if causes:
+            self._sink.skip_layers(causes, self._kinds, ended.coordinates, ended.step)
+
+
+def likely_cause(layer: LayerHooks, now: Mapping[str, nn.Module]) -> str:
+    """Say why a layer was probably not called in a batch.
+
+    Parameters
+    ----------
+    layer : LayerHooks
+        The layer.
+    now : mapping
+        The module that each name stands for now.
+    """
+    module = now.get(layer.name)
+    if module is None:
+        return "it was taken out of the model after recording began"
+    if module is not layer.module:
+        return f"it was replaced by another module, a {type(module).__name__}, after recording began"
+    parent = now.get(layer.name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return "MultiheadAttention uses its weights and never calls it; the attention's own output is there under the name of the attention"
+    if not has_forward(module):
+        return f"{type_name(module)} has no forward: nothing can call it"
+    if layer.was_called:
+        return "the batch took a branch that does not call it"
+    return "its forward was called directly, a functional operation used its weights, or the batch took a branch that does not call it"
