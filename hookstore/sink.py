@@ -142,8 +142,19 @@ class Sink:
         self._scaler = None
 
     def structure(self, text: str) -> int:
-        """Return the number that a call carries for the structure of its value."""
-        return self._stager.structure(text)
+        """Return the number that a call carries for the structure of its value; 0, and a warning once, where there have been too many different ones."""
+        number = self._stager.structure(text)
+        if number is None:
+            if ("structure", "") not in self._warned:
+                self._warned.add(("structure", ""))
+                warnings.warn(
+                    f"values have been built in so many different ways that what more there are, from {text[:80]} on, are stored without their structure: "
+                    "every tensor under its leaf path, to be read by .leaf()",
+                    CaptureWarning,
+                    stacklevel=2,
+                )
+            return 0
+        return number
 
     def _is_whole(self, capture: Capture, tensor: torch.Tensor) -> bool:
         """Say whether what comes like this one is copied byte by byte within the host, as a whole chunk."""
@@ -318,11 +329,13 @@ class Sink:
                 stacklevel=2,
             )
 
-    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", topic: str | None = None) -> None:
+    def skip_value(
+        self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", backward: int = 0, topic: str | None = None
+    ) -> None:
         """Note that a value, or one leaf of it, could not be captured; of all gaps with one topic only the first is warned about."""
         if not self.is_active:
             return
-        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
+        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, backward, call.step, (), time.time_ns() // 1000)
         capture.structure = call.structure
         try:
             self.skip(capture, reason, topic)
