@@ -295,11 +295,11 @@ class Sink:
         """Mark a batch of which a forward was broken off while training goes on."""
         if self.is_active and here is not self._cut_short:
             self._cut_short = here
-            capture = self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing")
             try:
-                self._stager.note(capture)
+                self._stager.note(self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing"))
             except BaseException as error:
-                self._failed(error, capture)
+                if error is not self._stager.failure:  # that is on its way already, or comes with the next capture
+                    raise
 
     def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Capture:
         """Make what stands for a whole batch in the manifest."""
