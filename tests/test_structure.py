@@ -695,7 +695,7 @@ def test_a_part_that_was_dropped_raises():
     with pytest.raises(MissingCaptureError, match="leaf 'shape' of run: this has no row"):
         assemble(rows).tensor("")
     dropped = rows_of({"leaf": "shape", "structure": text, "status": "dropped", "reason": "full"})
-    with pytest.raises(MissingCaptureError, match="leaf 'shape' of run: this was dropped: full"):
+    with pytest.raises(MissingCaptureError, match="leaf '' of run: this was dropped: full"):
         assemble(rows + dropped).tensor("")
 
 
