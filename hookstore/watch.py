@@ -256,7 +256,9 @@ class View(NamedTuple):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is one block of numbers, of which views can be told from strides."""
+    """Say whether a tensor is one block of numbers, of which views can be told from strides; what the compiler traces stands for such."""
+    if type(tensor).__module__.startswith("torch._subclasses."):
+        return tensor.layout == torch.strided and not tensor.is_nested
     return why_not(tensor) is None
 
 

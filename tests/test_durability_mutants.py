@@ -42,8 +42,6 @@ from hookstore.recovery import _TakeUp
 from hookstore.shards import ShardWriter
 from hookstore.writer import Writer
 
-pytestmark = pytest.mark.filterwarnings("ignore:selected layers with 0 calls")  # its model calls what a step asks for
-
 SHORT = (Capture(0, 0), Flush(), Capture(0, 1))
 SEALING = (Capture(0, 0), Capture(0, 1, EARLY), Flush(), Capture(0, 2, EARLY))
 MANY_ROWS = (Capture(0, 0), Capture(0, 1), Capture(0, 2), Capture(0, 3))  # more than a segment holds

@@ -50,8 +50,6 @@ from hookstore.files import has_sync_file_system, system, write_atomically, writ
 from hookstore.format import FRAME_BYTES, FRAME_FORMAT, FRAME_ROWS, PAGE_BYTES
 from hookstore.manifest import SCHEMA
 
-pytestmark = pytest.mark.filterwarnings("ignore:selected layers with 0 calls")  # its model calls what a step asks for
-
 # The model ---------------------------------------------------------------------------------------------------------
 
 
