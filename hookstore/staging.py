@@ -479,21 +479,20 @@ class Stager:
 
     def _note(self, region: Region, slot: int, call: Call, backward: int, wall_time_us: int, crc: int | None) -> None:
         """Write what the manifest needs of a capture behind the slots of its region."""
-        where = call.coordinates
-        position = region.notes_offset + slot * NOTE.size
+        where, number, step, _, structure, scale = call
         NOTE.pack_into(
             self.memory,
-            position,
+            region.notes_offset + slot * NOTE.size,
             where.epoch,
             where.batch,
-            call.number,
-            call.step,
+            number,
+            step,
             wall_time_us,
             backward,
             crc or 0,
             crc is not None,
-            call.structure,
-            call.scale if type(call.scale) is float else math.nan,
+            structure,
+            scale if type(scale) is float else math.nan,
         )
 
     def _copy_scale(self, region: Region, slot: int, scale: Any) -> None:
