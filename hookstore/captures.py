@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 from hookstore.assembly import Assembly
 from hookstore.errors import CaptureWarning, MissingCaptureError, OptionError
 from hookstore.format import KINDS
-from hookstore.manifest import SCHEMA, TEXT_COLUMNS
+from hookstore.rows import RowIndex
 from hookstore.samples import Samples
 
 if TYPE_CHECKING:
@@ -23,13 +22,8 @@ if TYPE_CHECKING:
 
     from hookstore.run import Run
 
-_PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
-_COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
-MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not this much
-_MOST_SOURCES = 2**22
 _OF_PARAMETERS = ("parameter", "parameter_gradient")
 _OF_BACKWARD = ("gradient", "input_gradient")  # kinds of which a tensor may have none
-_PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "loss_scale", "structure")
 
 
 class LayerRun:
@@ -488,192 +482,6 @@ class Captures:
     def __repr__(self) -> str:
         leaf = f", leaf {self._leaf!r}" if self._leaf is not None else ""
         return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}{leaf}>"
-
-
-class RowIndex:
-    """Finds manifest rows of one layer and kind by their coordinates.
-
-    Parameters
-    ----------
-    coded : pyarrow.Table
-        The rows, in `hookstore.manifest.CODED_SCHEMA`.
-    """
-
-    def __init__(self, coded: pa.Table) -> None:
-        self.coded = coded
-        self._texts: dict[str, list[str]] = {}
-        self._columns = {name: self._column(name) for name in (*_COORDINATES, "leaf", "status", *_PLACE)}
-        shapes = self.coded["shape"].combine_chunks()
-        self._shape_ends, self._sizes = np.from_dlpack(shapes.offsets), np.from_dlpack(shapes.values)
-        # Of rows with equal coordinates the one captured last comes last: regions of different arrays reach the disk in another order.
-        times = np.from_dlpack(self.coded["wall_time"].combine_chunks().view(pa.int64()))
-        self._order = np.lexsort([times, *(self._columns[name] for name in reversed(_COORDINATES))])
-        self._sorted = {name: self._columns[name][self._order] for name in _PLACE_IN_TRAINING}
-
-    def _column(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a column as numbers; those of text count into the texts kept aside."""
-        column = self.coded[name].combine_chunks()
-        if name == "loss_scale":
-            return _with_nan(column)
-        if name in TEXT_COLUMNS:
-            self._texts[name] = column.dictionary.to_pylist()
-            column = column.indices
-        return np.asarray(np.from_dlpack(column))  # (Arrow's own to_numpy first imports pandas where there is one)
-
-    @cached_property
-    def rows(self) -> pa.Table:
-        """The rows in `hookstore.manifest.SCHEMA`."""
-        return self.coded.cast(SCHEMA)
-
-    @cached_property
-    def phases(self) -> list[str]:
-        """Phases of the rows."""
-        return sorted(self._texts["phase"][code] for code in set(self._columns["phase"].tolist()))
-
-    @cached_property
-    def has_structures(self) -> bool:
-        """Whether any row is part of something else than a plain tensor."""
-        return bool((self._columns["structure"] != self._code("structure", "")).any())
-
-    def why_never(self, leaf: str | None) -> str:
-        """Return the reason where a leaf (or ``None`` for anything) was never captured, but was once said to be skipped; else ""."""
-        positions = self._order if leaf is None else self.only_leaf(self._order, leaf)
-        if not positions.size or self.only_captured(positions).size:
-            return ""
-        row = self.place(int(positions[0]))
-        return f"{row['reason']} (so in epoch {row['epoch']}, batch {row['batch']})" if row["status"] == "skipped" else ""
-
-    def attempt_of(self, position: int) -> int:
-        """Return the attempt of the row at a position."""
-        return int(self._columns["attempt"][position])
-
-    def place(self, position: int) -> dict[str, Any]:
-        """Return what reading the tensor of one row needs to know; the whole row costs twenty times as much."""
-        place = {name: column.item(position) for name, column in self._columns.items()}
-        for name, texts in self._texts.items():
-            place[name] = texts[place[name]]
-        place["shape"] = self._sizes[self._shape_ends[position] : self._shape_ends[position + 1]].tolist()
-        return place
-
-    def sources(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return for each of those positions a number that stands for its array and shard."""
-        arrays, shards = self._columns["array"][positions], self._columns["shard"][positions]
-        return np.unique(arrays.astype(np.int64) << 32 | shards, return_inverse=True)[1]
-
-    @cached_property
-    def overlapping(self) -> frozenset[tuple[str, str, int, int]]:
-        """Array, shard, offset and length of chunks that share bytes with another one, which is not the same one: none where all is well."""
-        captured = np.flatnonzero(self._columns["status"] == self._code("status", "ok"))
-        starts, lengths = self._columns["offset"][captured], self._columns["length"][captured]
-        is_possible = (starts >= 0) & (starts < MOST_SHARD_BYTES) & (lengths > 0)  # no other row is read
-        if not is_possible.all():
-            captured, starts, lengths = captured[is_possible], starts[is_possible], lengths[is_possible]
-        sources = self._columns["array"][captured].astype(np.int64) * len(self._texts["shard"]) + self._columns["shard"][captured]
-        if len(self._texts["shard"]) * len(self._texts["array"]) >= _MOST_SOURCES:
-            sources = np.unique(sources, return_inverse=True)[1]
-        keys = sources * MOST_SHARD_BYTES + starts
-        if (keys[1:] < keys[:-1]).any():
-            order = np.argsort(keys)
-            captured, keys, lengths = captured[order], keys[order], lengths[order]
-        gaps = keys[1:] - keys[:-1]
-        # (where two overlap, two neighbours do; a neighbour in another shard, which a length without bounds reaches, is sorted out below)
-        is_shared = (gaps < lengths[:-1]) & ((gaps > 0) | (lengths[1:] != lengths[:-1]))
-        found: set[tuple[str, str, int, int]] = set()
-        for source in np.unique(keys[1:][is_shared] // MOST_SHARD_BYTES).tolist():
-            positions = captured[keys // MOST_SHARD_BYTES == source].tolist()
-            found |= _overlapping([self.place(position) for position in positions])
-        return frozenset(found)
-
-    def are_other(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
-        """Say which positions have another dtype than the first, or not that number of dimensions."""
-        dtypes = self._columns["dtype"][positions]
-        return np.asarray((dtypes != dtypes[0]) | (self._shape_ends[positions + 1] - self._shape_ends[positions] != num_dims))
-
-    def sizes(self, positions: np.ndarray[Any, Any], num_dims: int) -> np.ndarray[Any, Any]:
-        """Return the shapes at those positions, which all have that number of dimensions, a line for each."""
-        return np.asarray(self._sizes[self._shape_ends[positions][:, None] + np.arange(num_dims)])
-
-    def _code(self, name: str, value: str) -> int:
-        return self._texts[name].index(value) if value in self._texts[name] else -1
-
-    def scales(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the loss scales at those positions as float32, NaN where there is none."""
-        return np.asarray(self._columns["loss_scale"][positions], dtype=np.float32)
-
-    def find(self, phase: str, *, epoch: int, batch: int, call: int) -> np.ndarray[Any, Any]:
-        """Return the positions of the rows at those coordinates, in order of attempt, backward and time."""
-        low, high = 0, len(self._order)
-        for name, value in (("phase", self._code("phase", phase)), ("epoch", epoch), ("batch", batch), ("call", call)):
-            column = self._sorted[name][low:high]
-            low, high = low + int(column.searchsorted(value, "left")), low + int(column.searchsorted(value, "right"))
-        return self._order[low:high]
-
-    def captured(self, phase: str, attempt: int | None = None) -> np.ndarray[Any, Any]:
-        """Return the positions of the rows of a phase (and attempt) that have a tensor, in order of their coordinates."""
-        positions = self.only_captured(self._order[self._sorted["phase"] == self._code("phase", phase)])
-        return positions if attempt is None else self.only_attempt(positions, attempt)
-
-    def last_captured(self, phase: str, leaf: str, attempt: int | None = None) -> np.ndarray[Any, Any]:
-        """Of the captures of a phase and leaf return the last of each forward: its position, in order of epoch, batch and call."""
-        positions = self.only_leaf(self.captured(phase, attempt), leaf)
-        forwards = np.stack([self._columns[name][positions] for name in ("epoch", "batch", "call")])
-        is_last = np.ones(len(positions), dtype=bool)
-        is_last[:-1] = (forwards[:, 1:] != forwards[:, :-1]).any(axis=0)
-        return np.asarray(positions[is_last])
-
-    def leaves(self, positions: np.ndarray[Any, Any]) -> list[str]:
-        """Leaf paths at those positions."""
-        return sorted(self._texts["leaf"][code] for code in set(self._columns["leaf"][positions].tolist()))
-
-    def only_leaf(self, positions: np.ndarray[Any, Any], leaf: str) -> np.ndarray[Any, Any]:
-        """Keep the positions of one leaf."""
-        return np.asarray(positions[self._columns["leaf"][positions] == self._code("leaf", leaf)])
-
-    def only_backward(self, positions: np.ndarray[Any, Any], backward: int) -> np.ndarray[Any, Any]:
-        """Keep the positions of one backward."""
-        return np.asarray(positions[self._columns["backward"][positions] == backward])
-
-    def num_backwards(self, positions: np.ndarray[Any, Any]) -> int:
-        """Return how many backwards the rows at those positions are of."""
-        return len(set(self._columns["backward"][positions].tolist()))
-
-    def of_last_backward(self, positions: np.ndarray[Any, Any], captured: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Keep the positions of the backward that the last of ``captured`` is of, and of rows that say why something is never there."""
-        is_of_it = self._columns["backward"][positions] == self._columns["backward"][captured[-1]]
-        return np.asarray(positions[is_of_it | (self._columns["status"][positions] == self._code("status", "skipped"))])
-
-    def only_attempt(self, positions: np.ndarray[Any, Any], attempt: int) -> np.ndarray[Any, Any]:
-        """Keep the positions of one attempt."""
-        return np.asarray(positions[self._columns["attempt"][positions] == attempt])
-
-    def only_last_attempt(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Keep the positions, which are in the order of `find`, of the latest attempt among them."""
-        return self.only_attempt(positions, self._columns["attempt"][positions[-1]]) if positions.size else positions
-
-    def only_captured(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Keep the positions of rows that have a tensor."""
-        return np.asarray(positions[self._columns["status"][positions] == self._code("status", "ok")])
-
-
-def _with_nan(column: pa.Array) -> np.ndarray[Any, Any]:
-    """Return floats with NaN for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
-    validity, contents = column.buffers()
-    values = np.frombuffer(contents, dtype="<f8", count=len(column), offset=8 * column.offset).copy()
-    if column.null_count:
-        bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")
-        values[bits[column.offset : column.offset + len(column)] == 0] = math.nan
-    return values
-
-
-def _overlapping(places: list[dict[str, Any]]) -> set[tuple[str, str, int, int]]:
-    """Of the chunks of one shard return those that share bytes with another."""
-    chunks = sorted({(place["array"], place["shard"], place["offset"], place["length"]) for place in places})
-    found, furthest = set(), chunks[0]
-    for chunk in chunks[1:]:
-        if chunk[2] < furthest[2] + furthest[3]:
-            found |= {chunk, furthest}
-        furthest = max(furthest, chunk, key=lambda one: one[2] + one[3])
-    return found
 
 
 def ranges(numbers: list[int]) -> str:

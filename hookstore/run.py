@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hookstore.captures import MOST_SHARD_BYTES, Captures, LayerRun, RowIndex, ranges
+from hookstore.captures import Captures, LayerRun, ranges
 from hookstore.errors import CorruptRunError, MissingCaptureError, OptionError, UnknownLayerError
 from hookstore.files import list_names
 from hookstore.format import (
@@ -37,6 +37,7 @@ from hookstore.format import (
 from hookstore.lock import holder
 from hookstore.manifest import SCHEMA, ManifestReader
 from hookstore.metadata import read_array, read_description
+from hookstore.rows import MOST_SHARD_BYTES, RowIndex
 from hookstore.samples import divide
 from hookstore.shards import Chunk, ShardReader
 
