@@ -122,7 +122,7 @@ class Taps:
         for number in self._layers:
             _layers.pop(number, None)
         _Traced.is_any = _Traced.is_any and bool(_layers)
-        _HookGuards.turn(on=bool(_layers))
+        _Settings.turn(num_layers=len(_layers))
 
 
 # In the trace -----------------------------------------------------------------------------------------------------
@@ -647,21 +647,36 @@ def follow(follower: Any) -> None:
     meet_compiler()
 
 
-class _HookGuards:
-    """The compiler's guards on hooks, which it leaves out by default: graphs belong to code, and that of one model would serve its twin."""
+class _Settings:
+    """What the compiler is asked to do otherwise while something is recorded, and its settings from before.
 
-    before: bool | None = None
+    It leaves out guards on hooks by default: graphs belong to code, and that of one model would serve its twin. With them blocks of one class that are
+    compiled one by one (``for block in blocks: block.compile()``) have each a graph of its own, where without hooks they share one: the compiler must not
+    give up as many graphs earlier.
+    """
+
+    num_layers = 0
+    before: dict[str, Any] = {}  # noqa: RUF012  # there is only one
+    set_by_us: dict[str, Any] = {}  # noqa: RUF012
 
     @classmethod
-    def turn(cls, *, on: bool) -> None:
-        """Have them set for what is compiled from now on, or as they were before."""
+    def turn(cls, *, num_layers: int) -> None:
+        """Have them set for what is compiled from now on while so many layers are recorded, or as they were before where there are none."""
         settings: Any = sys.modules.get("torch._dynamo.config")
-        if settings is None or not hasattr(settings, "skip_nnmodule_hook_guards"):
+        if settings is None or num_layers == cls.num_layers or not hasattr(settings, "skip_nnmodule_hook_guards"):
             return
-        if on and cls.before is None:
-            cls.before, settings.skip_nnmodule_hook_guards = settings.skip_nnmodule_hook_guards, False
-        elif not on and cls.before is not None:
-            settings.skip_nnmodule_hook_guards, cls.before = cls.before, None
+        cls.num_layers = num_layers
+        for name, value in cls.set_by_us.items():
+            if getattr(settings, name) == value:  # otherwise the user has set it meanwhile
+                setattr(settings, name, cls.before[name])
+        cls.set_by_us = {}
+        if num_layers:
+            cls.set_by_us["skip_nnmodule_hook_guards"] = False
+            for name in ("recompile_limit", "accumulated_recompile_limit"):
+                cls.set_by_us[name] = getattr(settings, name) * (1 + num_layers)
+        cls.before = {name: getattr(settings, name) for name in cls.set_by_us}
+        for name, value in cls.set_by_us.items():
+            setattr(settings, name, value)
 
 
 class _Traced:
@@ -689,7 +704,7 @@ def meet_compiler() -> bool:
     handler = getattr(callbacks, "callback_handler", None)
     if handler is None:
         return False
-    _HookGuards.turn(on=bool(_layers))
+    _Settings.turn(num_layers=len(_layers))
     if _compiling_begins in handler.start_callbacks:
         return False
     handler.register_start_callback(_compiling_begins)

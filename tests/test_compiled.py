@@ -561,6 +561,28 @@ class AroundBlocks(nn.Module):
         return inputs
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_many_blocks_of_one_class_that_are_compiled_one_by_one(tmp_path, fullgraph):
+    def make():
+        return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)])
+
+    limits = [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")]
+    assert limits[0] < 12, "the compiler would give up after fewer graphs"
+    model = make()
+    twin = copy.deepcopy(model)
+    for block in twin:
+        block.compile(backend="aot_eager", fullgraph=fullgraph)
+    with recording(model, tmp_path / "eager") as recorder:
+        batches()(model, recorder)
+    torch._dynamo.utils.counters.clear()
+    with recording(twin, tmp_path / "compiled") as recorder:
+        batches()(twin, recorder)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12, "none has fallen back to eager"
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+    assert [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")] == limits
+
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_checkpointing_around_compiled_blocks(tmp_path, backend, order):
