@@ -97,28 +97,29 @@ class Taps:
     """
 
     def __init__(self, on_tick: Callable[[bool], None]) -> None:
-        self.number = next(_numbers)
+        self._number = next(_numbers)
+        self.number = str(self._number)
         self.switch = f"recording_{self.number}"
         self._layers: list[int] = []
         self.turn(on=False)
-        _ticks[self.number] = on_tick
+        _ticks[self._number] = on_tick
 
     def turn(self, *, on: bool) -> None:
         """Say whether what is called from now on is recorded."""
         if getattr(SWITCHES, self.switch, None) is not on:
             setattr(SWITCHES, self.switch, on)
 
-    def add(self, layer: Tapped) -> int:
-        """Return the number under which the operators know a layer."""
+    def add(self, layer: Tapped) -> str:
+        """Return the number under which the operators know a layer, as text: of numbers that differ the compiler may make variables (under FSDP2)."""
         number = next(_numbers)
         _layers[number] = layer
         self._layers.append(number)
-        return number
+        return str(number)
 
     def close(self) -> None:
         """Let go of everything; graphs that are compiled go on without recording."""
         self.turn(on=False)
-        _ticks.pop(self.number, None)
+        _ticks.pop(self._number, None)
         for number in self._layers:
             _layers.pop(number, None)
         _Traced.is_any = _Traced.is_any and bool(_layers)
@@ -128,19 +129,20 @@ class Taps:
 # In the trace -----------------------------------------------------------------------------------------------------
 
 
-def trace_tick(taps_number: int, switch: str) -> None:
+def trace_tick(taps_number: str, switch: str) -> None:
     """Trace the root module's call."""
     prepare()
-    tick(taps_number, bool(getattr(SWITCHES, switch)))
+    tick(int(taps_number), bool(getattr(SWITCHES, switch)))
 
 
 def trace_begin(
-    number: int, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    of_layer: str, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Trace the beginning of a layer's call."""
     if not getattr(SWITCHES, switch):
         return
     prepare()
+    number = int(of_layer)
     begin(number)
     if "input_gradient" in kinds:
         refuse_input_gradient(number)
@@ -154,14 +156,14 @@ def trace_begin(
         show([parameter for _, parameter in named], number, "parameter", plan_of_parameters(tuple([name for name, _ in named])))
 
 
-def trace_end(number: int, switch: str, takes_gradient: bool, output: Any) -> None:  # noqa: FBT001
+def trace_end(of_layer: str, switch: str, takes_gradient: bool, output: Any) -> None:  # noqa: FBT001
     """Trace the end of a layer's call."""
     if not getattr(SWITCHES, switch):
         return
     prepare()
     tensors: list[torch.Tensor] = []
     described = describe(output, tensors)
-    end(tensors, number, takes_gradient, plan_of(described))
+    end(tensors, int(of_layer), takes_gradient, plan_of(described))
 
 
 def prepare() -> None:
