@@ -190,7 +190,7 @@ class ModelHooks:
         by_name = {layer.name: layer for layer in self._layers}
         if any(now.get(name) is not by_name[name].module for name in layers):
             self._names.is_stale = True
-        return {name: likely_cause(by_name[name], now) for name in layers}
+        return {name: likely_cause(by_name[name], now) for name in layers if not by_name[name].is_left_out}
 
     def _follow_swaps(self) -> None:
         """Go on with the modules that have taken the place of others since the last batch."""

@@ -48,6 +48,10 @@ class Tapped(Protocol):
 
     name: str
     sink: Sink
+    kinds: frozenset[str]
+
+    def leave_out(self, reason: str) -> None:
+        """Note that calls of the layer which are traced cannot be recorded."""
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
@@ -143,9 +147,11 @@ def trace_begin(
         return
     prepare()
     number = int(of_layer)
+    if not may_have_operators(number):
+        return
     begin(number)
     if "input_gradient" in kinds:
-        refuse_input_gradient(number)
+        skip(number, "input_gradient", 0)
     if "input" in kinds:
         tensors: list[torch.Tensor] = []
         positional = tuple([describe(value, tensors) for value in args])
@@ -161,9 +167,11 @@ def trace_end(of_layer: str, switch: str, takes_gradient: bool, output: Any) -> 
     if not getattr(SWITCHES, switch):
         return
     prepare()
-    tensors: list[torch.Tensor] = []
-    described = describe(output, tensors)
-    end(tensors, int(of_layer), takes_gradient, plan_of(described))
+    number = int(of_layer)
+    if may_have_operators(number):
+        tensors: list[torch.Tensor] = []
+        described = describe(output, tensors)
+        end(tensors, number, takes_gradient, plan_of(described))
 
 
 def prepare() -> None:
@@ -174,10 +182,36 @@ def prepare() -> None:
     _Traced.is_any = True
     meet_compiler()
     _tracing.graph_task = _graph_task()
-    for function in (tick, begin, refuse_input_gradient, show, end):
+    for function in (tick, begin, skip, show, end):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
     _compiling_begins()
+
+
+def may_have_operators(number: int) -> bool:
+    """Say whether a layer is called where operators with effects may stand, and note it where not; the compiler runs it, and has a constant."""
+    graph = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+    if _runs_as_it_is(graph.compiler_fn):
+        return True
+    tracer = graph.current_tracer
+    while getattr(tracer, "parent", None) is not None:
+        inside = str(tracer.source_target)
+        if inside not in _TRANSPARENT:
+            layer = _layers.get(number)
+            if layer is not None:
+                layer.leave_out(f"it is called inside {inside} in a compiled graph, where operators that record have no place")
+            return False
+        tracer = tracer.parent
+    return True
+
+
+def _runs_as_it_is(backend: Any) -> bool:
+    """Say whether a backend runs the graph as it is, as the one does that ``torch.cond`` and its like have in an eager model."""
+    function = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    return getattr(function, "__module__", "") == "torch._dynamo.backends.debugging" and getattr(function, "__name__", "") in ("eager", "fn")
+
+
+_TRANSPARENT = ("tag_activation_checkpoint", "autograd.Function")  # what dynamo traces as a graph of its own that becomes part of the one around it
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -241,7 +275,7 @@ def _rebuild(described: Any) -> Any:
 
 
 _SOME_TENSOR = torch.empty(0)
-for _function in (prepare, plan_of, plan_of_arguments, plan_of_parameters):
+for _function in (prepare, may_have_operators, plan_of, plan_of_arguments, plan_of_parameters):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010  # as torch.compiler.assume_constant_result does, which would import the compiler
 
 
@@ -283,15 +317,17 @@ def begin(number: int) -> None:
         _chain(torch.ops.hookstore.begin.default, number)
 
 
-def refuse_input_gradient(number: int) -> None:
-    """Say that a call's input gradients are not captured."""
+def skip(number: int, kind: str, reason: int) -> None:
+    """Say that something of a layer's call is not captured."""
     if not _is_traced_again():
-        _chain(torch.ops.hookstore.no_input_gradient.default, number)
+        _chain(torch.ops.hookstore.skip.default, number, kind, reason)
 
 
 def show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
     """Show what a layer's call gets."""
-    if not _is_traced_again() and not any(map(_is_wrapped, values)):
+    if any(map(_is_wrapped, values)):
+        skip(number, kind, 1)
+    elif not _is_traced_again():
         _chain(torch.ops.hookstore.show.default, [value.detach() for value in values], number, kind, plan)
 
 
@@ -300,6 +336,8 @@ def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan:
     if _is_traced_again():
         return
     if any(map(_is_wrapped, values)):
+        for kind in ("activation", "gradient"):
+            skip(number, kind, 1)
         _chain(torch.ops.hookstore.end_without.default, number)
         return
     detached = [value.detach() for value in values]
@@ -412,8 +450,10 @@ _NO_GRADIENT = (
     "the output is a view that was edited in place, and the gradient of its base is not its own alone",
     "the output is a view whose gradient did not arrive, while that of its base did, as when a compiled region returns several views of it",
 )
-_NO_INPUT_GRADIENT = "the module is compiled, and in a compiled graph its own share of an input's gradient cannot be told from others'"
-_WRAPPED = "it is a functorch tensor (vmap, grad or jvp), which stands for many values"
+_NOT_IN_GRAPHS = (
+    "the module is compiled, and in a compiled graph its own share of an input's gradient cannot be told from others'",
+    "it is a functorch tensor (vmap, grad or jvp), which stands for many values",
+)
 _REENTRANT = (
     "the compiled region is computed again by reentrant checkpointing, where which call that is cannot be known; use use_reentrant=False"
 )
@@ -444,11 +484,11 @@ def _run_begin(_after: object, number: int) -> torch.Tensor:
     return torch.empty(0, device="cpu")
 
 
-def _run_no_input_gradient(_after: object, number: int) -> torch.Tensor:
+def _run_skip(_after: object, number: int, kind: str, reason: int) -> torch.Tensor:
     layer = _layers.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.current()
-    if layer is not None and call is not None:
-        layer.sink.skip_value(layer.name, "input_gradient", call, _NO_INPUT_GRADIENT)
+    if layer is not None and call is not None and kind in layer.kinds:
+        layer.sink.skip_value(layer.name, kind, call, _NOT_IN_GRAPHS[reason])
     return torch.empty(0, device="cpu")
 
 
@@ -492,9 +532,8 @@ def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int
 
 def _run_end_without(_after: object, number: int) -> torch.Tensor:
     layer = _layers.get(number)
-    call = None if layer is None or _graph_task() != -1 else layer.end()
-    if layer is not None and call is not None:
-        layer.sink.skip_value(layer.name, "activation", call, _WRAPPED)
+    if layer is not None and _graph_task() == -1:
+        layer.end()
     return torch.empty(0, device="cpu")
 
 
@@ -606,7 +645,7 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
     for schema, run, fake in (
         ("tick(Tensor? after, int number, bool is_watched) -> Tensor", _run_tick, _fake_nothing),
         ("begin(Tensor? after, int number) -> Tensor", _run_begin, _fake_nothing),
-        ("no_input_gradient(Tensor? after, int number) -> Tensor", _run_no_input_gradient, _fake_nothing),
+        ("skip(Tensor? after, int number, str kind, int reason) -> Tensor", _run_skip, _fake_nothing),
         ("show(Tensor? after, Tensor[] values, int number, str kind, int plan) -> Tensor", _run_show, _fake_nothing),
         ("end(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end, _fake_nothing),
         ("end_watched(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),

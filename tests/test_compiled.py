@@ -672,12 +672,47 @@ def test_an_output_that_is_not_used_has_the_zeros_that_the_compiled_backward_com
     assert {key[0]: value.any() for key, value in rows(path).items()} == {"used": True, "unused": False}
 
 
-def test_a_model_under_vmap_is_a_gap(path):
+@pytest.mark.parametrize("kinds", [("activation",), ("gradient",), ("input",), ("activation", "gradient", "input")], ids="-".join)
+def test_a_model_under_vmap_is_a_gap_of_each_kind(path, kinds):
     model = nn.Linear(2, 1)
     batched = torch.compile(torch.vmap(model), backend="aot_eager", fullgraph=True)
-    with pytest.warns(hookstore.CaptureWarning, match="functorch"), recording(model, path, kinds=("activation", "gradient")):
-        assert torch.equal(batched(torch.ones(3, 2)), model(torch.ones(3, 2)))
-    assert sorted(key[9] for key in rows(path)) == ["ok", "skipped"]
+    with pytest.warns(hookstore.CaptureWarning, match="functorch"), recording(model, path, kinds=kinds):
+        outputs = batched(torch.ones(3, 2))
+    assert torch.equal(outputs, model(torch.ones(3, 2)))
+    assert sorted((key[1], key[9]) for key in rows(path)) == [(kind, "skipped") for kind in sorted(kinds)]
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.yes, self.no, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        return self.last(torch.cond(inputs.sum() > 0, lambda given: self.yes(given), lambda given: self.no(given), (inputs,)))
+
+
+def test_layers_inside_a_conditional_are_gaps_and_the_training_goes_on(path):
+    model = Branches()
+    expected = model(torch.ones(2, 4))
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.warns(hookstore.CaptureWarning, match="called inside cond") as caught, recording(model, path, kinds="activation") as recorder:
+        for _ in recorder.batches(range(2), epoch=0):
+            outputs = compiled_model(torch.ones(2, 4))
+            outputs.sum().backward()
+    assert torch.equal(outputs, expected)
+    assert len([entry for entry in caught if entry.category is hookstore.CaptureWarning]) == 1
+    assert sorted((key[0], key[5], key[9]) for key in rows(path)) == [("last", 0, "ok"), ("last", 1, "ok"), ("no", 0, "skipped"), ("yes", 0, "skipped")]
+
+
+@pytest.mark.filterwarnings("ignore:selected layers with 0 calls")
+def test_the_branch_that_an_eager_model_takes_is_recorded(path):
+    model = Branches()
+    inputs = torch.ones(2, 4)
+    with recording(model, path, kinds="activation"):
+        model(inputs)
+    found = {key[0]: value for key, value in rows(path).items() if key[9] == "ok"}
+    assert sorted(found) == ["last", "yes"]
+    assert np.array_equal(found["yes"], model.yes(inputs).detach().numpy())
 
 
 def test_cuda_graphs_are_refused(path):
