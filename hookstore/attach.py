@@ -139,17 +139,22 @@ class ModelHooks:
         self._taps.turn(on=wanted)
 
     def tick_inside(self, *, is_watched: bool) -> None:
-        """Go on to the next batch: a compiled graph is calling the root module. Which graph that is was decided before it ran, and so is now for the next."""
+        """Go on to the next batch: a compiled graph is calling the root module.
+
+        Which graph that is was decided before it ran, and so is now for the next: that of the root module's next call, or of another call in this batch.
+        """
         clock = self._sink.clock
         clock.tick()
         self._optimizers.turn()
         here = clock.here()
         if here is not None and not is_watched:
             self._sink.skip_unforeseen(here)
-        self._taps.turn(on=clock.is_due_next)
+        self._taps.turn(on=here is not None or clock.is_due_next)
 
     def pin(self) -> None:
         """Keep the hooks on from now on: something is being compiled, and what is compiled without hooks stays so."""
+        if not self._is_removed and self._names.look():
+            self._follow_swaps()
         if not self._is_pinned and not self._is_removed:
             self._is_pinned = True
             for layer in self._layers:

@@ -410,6 +410,54 @@ def test_train_and_eval_count_for_themselves(path):
     assert sorted(key[3:6] for key in rows(path)) == [("eval", 0, 0), ("eval", 0, 2), ("train", 0, 0), ("train", 0, 2)]
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_calls_of_a_batch_after_the_one_that_moves_the_clock(tmp_path, every):
+    def train(generator, discriminator):
+        for batch in range(5):
+            fake = generator(torch.full((2, 4), float(batch)))
+            (discriminator(torch.ones(2, 4)).sum() - discriminator(fake.detach()).sum()).backward()
+            discriminator(fake).sum().backward()
+
+    def compile_it(model):
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    models = {"generator": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "discriminator": nn.Sequential(nn.Linear(4, 1))}
+    with recording(models, tmp_path / "eager", every=every):
+        train(*models.values())
+    with recording(models, tmp_path / "compiled", every=every):
+        train(*map(compile_it, models.values()))
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+def wrap(model):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, inputs):
+            return self.base(inputs) + 100
+
+    model[0] = Adapter(model[0])
+
+
+@pytest.mark.parametrize("change", [wrap, lambda model: model.insert(0, nn.Tanh())], ids=["wrap", "insert"])
+def test_names_follow_modules_that_change_place_in_a_compiled_model(path, change):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = []
+    with pytest.warns(hookstore.CaptureWarning, match="'0' is another module now"), recording(model, path, kinds="activation") as recorder:
+        for batch in recorder.batches(range(4), epoch=0):
+            if batch == 2:
+                change(model)
+            compiled_model(torch.ones(2, 4))
+            expected.append(copy.deepcopy(model[0]))
+    found = {key[5]: value for key, value in rows(path).items() if key[0] == "0"}
+    assert sorted(found) == [0, 1, 2, 3]
+    for batch, module in enumerate(expected):
+        assert np.array_equal(found[batch], module(torch.ones(2, 4)).detach().numpy())
+
+
 def test_a_batch_that_could_not_be_foreseen_is_a_row(path):
     """With the automatic clock a compiled function that calls the root module twice begins two batches."""
     model = small()
