@@ -208,10 +208,16 @@ def may_have_operators(number: int) -> bool:
 def _runs_as_it_is(backend: Any) -> bool:
     """Say whether a backend runs the graph as it is, as the one does that ``torch.cond`` and its like have in an eager model."""
     function = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
-    return getattr(function, "__module__", "") == "torch._dynamo.backends.debugging" and getattr(function, "__name__", "") in ("eager", "fn")
+    return getattr(function, "__module__", "") == "torch._dynamo.backends.debugging" and getattr(function, "__name__", "") in (
+        "eager",
+        "fn",
+    )
 
 
-_TRANSPARENT = ("tag_activation_checkpoint", "autograd.Function")  # what dynamo traces as a graph of its own that becomes part of the one around it
+_TRANSPARENT = (
+    "tag_activation_checkpoint",
+    "autograd.Function",
+)  # what dynamo traces as a graph of its own that becomes part of the one around it
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:

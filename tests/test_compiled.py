@@ -630,7 +630,6 @@ def test_many_blocks_of_one_class_that_are_compiled_one_by_one(tmp_path, fullgra
     assert [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")] == limits
 
 
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_checkpointing_around_compiled_blocks(tmp_path, backend, order):
@@ -736,20 +735,28 @@ class Branches(nn.Module):
         self.yes, self.no, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, inputs):
-        return self.last(torch.cond(inputs.sum() > 0, lambda given: self.yes(given), lambda given: self.no(given), (inputs,)))
+        return self.last(torch.cond(inputs.sum() > 0, self.yes, self.no, (inputs,)))
 
 
 def test_layers_inside_a_conditional_are_gaps_and_the_training_goes_on(path):
     model = Branches()
     expected = model(torch.ones(2, 4))
     compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.warns(hookstore.CaptureWarning, match="called inside cond") as caught, recording(model, path, kinds="activation") as recorder:
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="called inside cond") as caught,
+        recording(model, path, kinds="activation") as recorder,
+    ):
         for _ in recorder.batches(range(2), epoch=0):
             outputs = compiled_model(torch.ones(2, 4))
             outputs.sum().backward()
     assert torch.equal(outputs, expected)
     assert len([entry for entry in caught if entry.category is hookstore.CaptureWarning]) == 1
-    assert sorted((key[0], key[5], key[9]) for key in rows(path)) == [("last", 0, "ok"), ("last", 1, "ok"), ("no", 0, "skipped"), ("yes", 0, "skipped")]
+    assert sorted((key[0], key[5], key[9]) for key in rows(path)) == [
+        ("last", 0, "ok"),
+        ("last", 1, "ok"),
+        ("no", 0, "skipped"),
+        ("yes", 0, "skipped"),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:selected layers with 0 calls")
