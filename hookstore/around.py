@@ -23,9 +23,10 @@ _graph_task, _is_compiling = torch._C._current_graph_task_id, torch.compiler.is_
 class _RootHook(InertCopy):
     """Tells of each call of a model whether it returned, and marks the batch in which one raised."""
 
-    __slots__ = ("_sink", "_uncalled")
+    __slots__ = ("_name", "_sink", "_uncalled")
 
-    def __init__(self, uncalled: UncalledLayers, sink: Sink) -> None:
+    def __init__(self, name: str, uncalled: UncalledLayers, sink: Sink) -> None:
+        self._name = name
         self._uncalled = uncalled
         self._sink = sink
 
@@ -38,7 +39,7 @@ class _RootHook(InertCopy):
         raised = output is None and has_raised()
         if raised:
             self._sink.cut_short(here, f"the forward of the model raised {describe_error()}")
-        self._uncalled.note_call(here, raised=raised)
+        self._uncalled.note_call(self._name, here, raised=raised)
 
 
 class _BeforeHook(InertCopy):
@@ -75,12 +76,14 @@ class AroundLayers:
         self, models: Mapping[str, nn.Module], layers: Iterable[Layer], uncalled: UncalledLayers, sink: Sink, on_call: Callable[[], None]
     ) -> None:
         hooked = {id(layer.module) for layer in layers}
-        roots = {id(root): root for root in map(unwrap, models.values())}
-        self._roots = [weakref.ref(root) for root in roots.values() if any(id(module) in hooked for module in root.modules())]
+        self._roots = [
+            (weakref.ref(root), _RootHook(name, uncalled, sink))
+            for name, root in ((name, unwrap(model)) for name, model in models.items())
+            if any(id(module) in hooked for module in root.modules())
+        ]
         disturbed = disturbed_layers(name_modules(models), hooked)
         self._disturbed = [weakref.ref(found.module) for found in disturbed]
         self._before_hook = _BeforeHook(on_call)
-        self._root_hook = _RootHook(uncalled, sink)
         self._fast_path = FastPathHook([found.names[0] for found in disturbed], sink.clock)
         self._handles: list[RemovableHandle] = []
 
@@ -93,9 +96,11 @@ class AroundLayers:
         """Register the hooks; does nothing if they are."""
         if self._handles:
             return
-        for root in (root for reference in self._roots if (root := reference()) is not None):
-            self._handles.append(root.register_forward_pre_hook(self._before_hook, prepend=True))
-            self._handles.append(root.register_forward_hook(self._root_hook, always_call=True))
+        for reference, hook in self._roots:
+            root = reference()
+            if root is not None:
+                self._handles.append(root.register_forward_pre_hook(self._before_hook, prepend=True))
+                self._handles.append(root.register_forward_hook(hook, always_call=True))
         if not self._fast_path.has_warned:
             for layer in (layer for reference in self._disturbed if (layer := reference()) is not None):
                 self._handles.append(layer.register_forward_pre_hook(self._fast_path))

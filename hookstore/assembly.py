@@ -85,9 +85,13 @@ class Assembly:
         self._as_torch = as_torch
         self._may_be_absent = may_be_absent
         parts = []
+        decoded: dict[str, Structure] = {}  # rows of one value have one text, as a rule, which may be long
         for row in rows:
+            text = row["structure"]
             try:
-                parts.append(Part(row, decode(row["structure"])))
+                if text not in decoded:
+                    decoded[text] = decode(text)
+                parts.append(Part(row, decoded[text]))
             except ValueError as error:
                 raise CorruptRunError(f"{place}: the manifest has a structure that makes no sense ({error})") from error
         # Where the clock stood at one place twice, the value may have had another structure: the last one counts.
@@ -133,7 +137,10 @@ class Assembly:
         """Return one tensor, put together from its parts where it has some."""
         parts = self._of_tensor.get(path, [])
         captured = [part for part in parts if part.is_captured]
-        if captured:
+        if captured and parts[-1].row["status"] not in (
+            "dropped",
+            "lost",
+        ):  # where the clock stood there twice, an earlier value's tensor is not this one's
             return self._join(captured[-1], path, parts)
         if parts and parts[-1].row["status"] == "skipped":
             return NotStored("torch.Tensor", parts[-1].row["reason"])

@@ -140,8 +140,9 @@ class Captures:
         -------
         object
             A `numpy.ndarray` for a plain tensor, as `get` gives it. Otherwise tuples, lists, dicts and named tuples as they were, a `Record` for a dataclass, a
-            `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was
-            ``None`` or (in a gradient) where no gradient arrived, and a `NotStored` where something was not stored. All tensors are of one attempt.
+            `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was ``None`` or
+            (in a gradient) where no gradient arrived in that backward, and a `NotStored` where something was not stored. All tensors are of one attempt and
+            one backward.
             Several parameters are a dict by name.
 
         Raises
@@ -162,21 +163,24 @@ class Captures:
             positions = index.only_attempt(positions, attempt)
         captured = index.only_captured(positions)
         if backward is not None:
-            captured, positions = index.only_backward(captured, backward), index.only_backward(positions, backward)
+            captured = index.only_backward(captured, backward)
         if not captured.size:
             self._position(*where.values(), leaf=None, **options)  # says what is missing
+        captured = index.only_last_attempt(captured)
+        positions = index.only_attempt(positions, index.attempt_of(captured[-1]))
         name = self._describe(**where, phase=phase)
         read = self._tensor if torch else functools.partial(self.run.read, raw=self._is_raw)
         assembly = Assembly(
-            map(index.place, index.only_attempt(positions, index.attempt_of(captured[-1])).tolist()),
+            map(index.place, index.of_last_backward(positions, captured).tolist()),
             name,
             {"layer": self.layer, "kind": self.kind, **where},
             read,
             as_torch=torch,
             may_be_absent=self._why_absent(phase, where) if self.kind in _OF_BACKWARD else None,
         )
-        if assembly.most_often > 1 and backward is None:
-            self._warn_of_several(name, assembly.most_often)
+        count = max(assembly.most_often, index.num_backwards(captured))
+        if count > 1 and backward is None:
+            self._warn_of_several(name, count)
         branch = None if assembly.whole is None else assembly.whole.find(self._leaf or "")
         if branch is not None and (self._leaf is None or not branch.is_leaf):
             return assembly.value(branch)
@@ -628,6 +632,15 @@ class RowIndex:
     def only_backward(self, positions: np.ndarray[Any, Any], backward: int) -> np.ndarray[Any, Any]:
         """Keep the positions of one backward."""
         return np.asarray(positions[self._columns["backward"][positions] == backward])
+
+    def num_backwards(self, positions: np.ndarray[Any, Any]) -> int:
+        """Return how many backwards the rows at those positions are of."""
+        return len(set(self._columns["backward"][positions].tolist()))
+
+    def of_last_backward(self, positions: np.ndarray[Any, Any], captured: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Keep the positions of the backward that the last of ``captured`` is of, and of rows that say why something is never there."""
+        is_of_it = self._columns["backward"][positions] == self._columns["backward"][captured[-1]]
+        return np.asarray(positions[is_of_it | (self._columns["status"][positions] == self._code("status", "skipped"))])
 
     def only_attempt(self, positions: np.ndarray[Any, Any], attempt: int) -> np.ndarray[Any, Any]:
         """Keep the positions of one attempt."""

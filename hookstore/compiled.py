@@ -631,14 +631,14 @@ def _measured(layer: Tapped) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if budget is None else budget.measured()
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Any:
+def _undisturbed() -> contextlib.AbstractContextManager[Any]:
     """Keep the modes that a user has set from seeing what is done here."""
-    with contextlib.ExitStack() as stack:
-        if torch._C._len_torch_dispatch_stack() > 0:
-            stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        yield
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return torch._C.DisableTorchFunction()
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C.DisableTorchFunction())
+    return stack
 
 
 # The operators ----------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from hookstore.schedule import Budget
 from hookstore.selection import Layer
 from hookstore.shares import Input, ShareWatch, note_inputs, watch_inputs
 from hookstore.sink import Sink
-from hookstore.watch import GradientWatch
+from hookstore.watch import Backwards, GradientWatch, distrust_shared_bases
 from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
@@ -250,10 +250,11 @@ class LayerHooks:
             call = repeated.call._replace(sequence_nr=noted.sequence_nr)
             tensors, plan = flatten(output)
             outputs = list(zip(plan.leaves, tensors, strict=True))
+            backward = Backwards(repeated.backward)
             self._forget_others(outputs, call)
             if self.takes_output_gradient:
-                self._watch_outputs(outputs, call, repeated.backward)
-            self._watch_inputs(noted, outputs, call, repeated.backward)
+                self._watch_outputs(outputs, call, backward)
+            self._watch_inputs(noted, outputs, call, backward)
 
     def see_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
         """Take what the module is called with."""
@@ -290,15 +291,18 @@ class LayerHooks:
         """Have the gradients of a call's outputs and inputs captured when they arrive."""
         if self.watches and self.watches[0].coordinates is not call.coordinates:
             self._forget_others(outputs, call)
-        if self.takes_output_gradient:
-            self._watch_outputs(outputs, call, 0)
-        if self.takes_input_gradient:
+        if not self.takes_input_gradient:
+            self._watch_outputs(outputs, call, Backwards(0) if len(outputs) > 1 else 0)
+        else:
+            backward = Backwards(0)
+            if self.takes_output_gradient:
+                self._watch_outputs(outputs, call, backward)
             noted = self._noted()
             if noted is not None and noted.inputs:
                 with torch._C.DisableTorchFunction():
-                    self._watch_inputs(noted, outputs, call, 0)
+                    self._watch_inputs(noted, outputs, call, backward)
 
-    def _watch_inputs(self, noted: _Noted, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
+    def _watch_inputs(self, noted: _Noted, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: Backwards) -> None:
         call = call._replace(structure=noted.structure)
         self.watches.extend(watch_inputs(self.sink, self.name, noted.inputs, outputs, call, backward))
 
@@ -310,8 +314,8 @@ class LayerHooks:
                 watch.forget_any(current)
             self.watches.clear()
 
-    def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int) -> None:
-        bases: dict[int, list[GradientWatch]] = {}
+    def _watch_outputs(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int | Backwards) -> None:
+        watched = []
         for leaf, output in outputs:
             if not output.requires_grad:
                 continue
@@ -320,12 +324,9 @@ class LayerHooks:
                 continue
             watch = GradientWatch(self.sink, self.name, "gradient", leaf, output, call, backward)
             self.watches.append(watch)
-            if len(outputs) > 1:
-                bases.setdefault(id(output if output._base is None else output._base), []).append(watch)
-        for sharing in bases.values():
-            if len(sharing) > 1:
-                for watch in sharing:
-                    watch.distrust_base()
+            watched.append((output, watch))
+        if len(watched) > 1:
+            distrust_shared_bases(watched)
 
     def forget(self) -> None:
         """Take the hooks off tensors that outlive their batch."""

@@ -206,8 +206,12 @@ def _items(mapping: Mapping[Any, Any], tensors: list[torch.Tensor], inside: tupl
 
 
 def _num_others(node: Node) -> int:
-    children = node[1] if node[0] in ("tuple", "list") else [child for _, child in pairs(node)]
-    return sum(isinstance(child, tuple) and child[0] == "other" for child in children)
+    """Count what is not stored in a node, at any depth: lists of lists of tokens would have another structure in every batch."""
+    if not isinstance(node, tuple):
+        return 0
+    if node[0] == "other":
+        return 1
+    return sum(map(_num_others, node[1] if node[0] in ("tuple", "list") else [child for _, child in pairs(node)]))
 
 
 def _field(value: Any, name: str, tensors: list[torch.Tensor], inside: tuple[int, ...]) -> Node:

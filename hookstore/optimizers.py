@@ -10,6 +10,7 @@ an optimizer that stands as stepped in the old one, and of which no hook has tol
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from hookstore.sink import Sink
 from hookstore.wrappers import own_parameters
 
 _graph_task = torch._C._current_graph_task_id
+_OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename
 _SKIPPED = "the GradScaler skipped the optimizer's step, since a gradient was infinite or NaN"
 
 
@@ -89,6 +91,8 @@ class OptimizerHooks:
             self._handles.pop().remove()
 
     def _before(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if _is_inside_another_step(optimizer):
+            return
         if self._scaler is not None:
             self._note_skipped(self._scaler)
             self._scaler.has_stepped.add(id(optimizer))
@@ -96,6 +100,8 @@ class OptimizerHooks:
             self._capture(optimizer)
 
     def _after(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if _is_inside_another_step(optimizer):
+            return
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor) and found_inf.is_cpu and found_inf.item():  # a fused step that did nothing
             here = self._sink.clock.here() if self._layers and self._sink.is_active else None
@@ -148,9 +154,14 @@ class OptimizerHooks:
                     yield layer, leaf, parameter
 
     def _note_skipped(self, scaler: _ScalerWatch) -> None:
-        for key in scaler.skipped():
-            if self._here is not None and self._sink.is_active:
-                self._skip(next((optimizer for optimizer in self._concerned if id(optimizer) == key), None), self._here)
+        skipped = set(scaler.skipped())
+        if not skipped or self._here is None or not self._sink.is_active:
+            return
+        known = [optimizer for optimizer in list(self._concerned) if id(optimizer) in skipped]
+        for optimizer in (
+            known if len(known) == len(skipped) else [*known, None]
+        ):  # those that are not known share what the others do not hold
+            self._skip(optimizer, self._here)
 
     def _skip(self, optimizer: Optimizer | None, here: Coordinates) -> None:
         """Note a step that was not taken; of an optimizer that has never stepped it is not known which parameters it has."""
@@ -189,6 +200,26 @@ class _ScalerWatch:
         skipped = [key for key, state in before.items() if state["stage"] is OptState.STEPPED and key not in self.has_stepped]
         self.has_stepped.clear()
         return skipped
+
+
+def _is_inside_another_step(optimizer: Optimizer) -> bool:
+    """Say whether a step is part of another one: of a subclass's that calls its base class's, or of an optimizer that is wrapped around this one.
+
+    Asked by a hook; torch calls that from a function around each step.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename != _OPTIMIZER_FILE:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    code, outer = frame.f_code, frame.f_back
+    while outer is not None:
+        if outer.f_code is code:
+            around = outer.f_locals.get("self")
+            if around is optimizer or (isinstance(around, Optimizer) and _held(optimizer) <= _held(around)):
+                return True
+        outer = outer.f_back
+    return False
 
 
 def _held(optimizer: Optimizer) -> set[int]:

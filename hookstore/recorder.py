@@ -453,6 +453,9 @@ class Recorder:
             if was_active:
                 self._turn_off(failure)
             return
+        finally:
+            if self._writer.has_ended:
+                self._sink.let_go()
         self._warn_without_steps()
 
     def _turn_off(self, error: BaseException) -> None:

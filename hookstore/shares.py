@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.layout import Call
 from hookstore.sink import Sink, why_not
-from hookstore.watch import Arrivals, GradientWatch, Version, View
+from hookstore.watch import Arrivals, Backwards, GradientWatch, Version, View
 
 _NOTHING = contextlib.nullcontext()
 _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
@@ -75,7 +75,7 @@ class ShareWatch(Arrivals):
 
     __slots__ = ("_handle", "_num_nodes", "_sums", "_target", "_version", "coordinates")
 
-    def __init__(self, sink: Sink, layer: str, leaf: str, call: Call, backward: int) -> None:
+    def __init__(self, sink: Sink, layer: str, leaf: str, call: Call, backward: Backwards) -> None:
         super().__init__(sink, layer, "input_gradient", leaf, call, backward)
         self.coordinates = call.coordinates
         self._num_nodes = 0
@@ -123,7 +123,7 @@ class ShareWatch(Arrivals):
         current = self._sums.pop(task, None)
         if current is not None and current.total is not None:
             with torch._C.DisableTorchFunction():
-                self.put(current.total)
+                self.put(current.total, task)
 
     def _of_base(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and self._version is not None and not self._version.is_unchanged:
@@ -170,7 +170,7 @@ def _looked_at(gradient: torch.Tensor, view: View | None) -> torch.Tensor:
 
 
 def watch_inputs(
-    sink: Sink, layer: str, inputs: Sequence[Input], outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: int
+    sink: Sink, layer: str, inputs: Sequence[Input], outputs: Sequence[tuple[str, torch.Tensor]], call: Call, backward: Backwards
 ) -> Iterator[GradientWatch | ShareWatch]:
     """Have a call's share in the gradients of its inputs captured when it arrives.
 
@@ -186,8 +186,8 @@ def watch_inputs(
         What it returned.
     call : Call
         The call.
-    backward : int
-        Number of the first backward.
+    backward : Backwards
+        Counts the backwards.
 
     Yields
     ------

@@ -6,7 +6,8 @@ import contextlib
 import math
 import time
 import warnings
-from typing import Any
+from collections import defaultdict
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -133,9 +134,27 @@ class Sink:
             self._failed(error, capture)
         return capture
 
+    def let_go(self) -> None:
+        """Keep nothing of the recording alive, which is closed: hooks stay on tensors that the user keeps, and refer to this."""
+        self.is_active = False
+        self._stager = cast("Stager", _ClosedStager())
+        self._known.clear()
+        self._scaler = None
+
     def structure(self, text: str) -> int:
-        """Return the number that a call carries for the structure of its value."""
-        return self._stager.structure(text)
+        """Return the number that a call carries for the structure of its value; 0, and a warning once, where there have been too many different ones."""
+        number = self._stager.structure(text)
+        if number is None:
+            if ("structure", "") not in self._warned:
+                self._warned.add(("structure", ""))
+                warnings.warn(
+                    f"values have been built in so many different ways that what more there are, from {text[:80]} on, are stored without their structure: "
+                    "every tensor under its leaf path, to be read by .leaf()",
+                    CaptureWarning,
+                    stacklevel=2,
+                )
+            return 0
+        return number
 
     def _is_whole(self, capture: Capture, tensor: torch.Tensor) -> bool:
         """Say whether what comes like this one is copied byte by byte within the host, as a whole chunk."""
@@ -276,11 +295,11 @@ class Sink:
         """Mark a batch of which a forward was broken off while training goes on."""
         if self.is_active and here is not self._cut_short:
             self._cut_short = here
-            capture = self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing")
             try:
-                self._stager.note(capture)
+                self._stager.note(self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing"))
             except BaseException as error:
-                self._failed(error, capture)
+                if error is not self._stager.failure:  # that is on its way already, or comes with the next capture
+                    raise
 
     def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Capture:
         """Make what stands for a whole batch in the manifest."""
@@ -310,16 +329,32 @@ class Sink:
                 stacklevel=2,
             )
 
-    def skip_value(self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", topic: str | None = None) -> None:
+    def skip_value(
+        self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", backward: int = 0, topic: str | None = None
+    ) -> None:
         """Note that a value, or one leaf of it, could not be captured; of all gaps with one topic only the first is warned about."""
         if not self.is_active:
             return
-        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, 0, call.step, (), time.time_ns() // 1000)
+        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, backward, call.step, (), time.time_ns() // 1000)
         capture.structure = call.structure
         try:
             self.skip(capture, reason, topic)
         except BaseException as error:
             self._failed(error, capture)
+
+
+class _ClosedStager:
+    """Stands in for a stager that is no more, for a thread that was about to capture something."""
+
+    failure: BaseException | None = None
+    structures: ClassVar[defaultdict[int, str]] = defaultdict(str)
+
+    def structure(self, text: str) -> int:  # noqa: ARG002
+        """Return a number for anything."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise RecorderClosedError("the recorder is closed")
 
 
 def _counts(dtype: torch.dtype) -> bool:

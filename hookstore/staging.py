@@ -38,6 +38,7 @@ NOTE_DTYPE = np.dtype(
 """What stands about each capture behind the slots of its region: coordinates, the checksum where it was taken with the copy, which structure its value has,
 and the loss scale (NaN for none)."""
 
+MOST_STRUCTURE_CHARS = 64 << 20
 _SCALE_OFFSET = NOTE.size - 8
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -280,6 +281,7 @@ class Stager:
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.structures = [""]
         self._structure_numbers = {"": 0}
+        self._structure_chars = 0
         self.failure: BaseException | None = None
         self.num_dropped = 0
         self._num_handed_over = 0  # captures, and their bytes, in regions that are closed
@@ -506,13 +508,16 @@ class Stager:
         if transfer is not None:
             region.transfers.append(transfer)
 
-    def structure(self, text: str) -> int:
-        """Return the number that stands for a structure."""
+    def structure(self, text: str) -> int | None:
+        """Return the number that stands for a structure, or ``None`` if so many different ones have been that their texts would fill the memory."""
         number = self._structure_numbers.get(text)
         if number is None:
             with self._lock:
                 number = self._structure_numbers.get(text)
                 if number is None:
+                    if self._structure_chars + len(text) > MOST_STRUCTURE_CHARS:
+                        return None
+                    self._structure_chars += len(text)
                     self.structures.append(text)
                     number = self._structure_numbers[text] = len(self.structures) - 1
         return number

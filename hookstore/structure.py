@@ -127,10 +127,18 @@ def branches(node: Node) -> Branch:
 def _branch(node: Node, path: tuple[str | int, ...], seen: dict[str, int]) -> Branch:
     name = leaf_path(path)
     if _is_leaf(node):
-        repeats = seen.get(name, 0)
-        seen[name] = repeats + 1
-        return Branch(f"{name}~{repeats}" if repeats else name, node, ())
+        return Branch(_once(name, seen), node, ())
     return Branch(name, node, tuple(_branch(child, (*path, *steps), seen) for steps, child in _children(node)))
+
+
+def _once(name: str, seen: dict[str, int]) -> str:
+    """Return a name, with a number where it has been there."""
+    unique, repeats = name, seen.get(name, 0)
+    while unique in seen:
+        unique, repeats = f"{name}~{repeats}", repeats + 1
+    seen[name] = max(repeats, 1)
+    seen.setdefault(unique, 1)
+    return unique
 
 
 def _is_leaf(node: Node) -> bool:
@@ -218,7 +226,7 @@ def _node(found: Any, depth: int) -> Node:
         return kind, tuple(_node(child, depth + 1) for child in _list(children))
     if kind == "other":
         return tuple(map(_text, _exactly(found, 3)))
-    if kind == "call":
+    if kind == "call" and not depth:  # the paths in one inside another would take twice as long to work out for each level
         _, positional, keywords = _exactly(found, 3)
         return kind, tuple(_node(child, depth + 1) for child in _list(positional)), _fields(keywords, depth)
     if kind == "dict":

@@ -28,7 +28,8 @@ class UncalledLayers:
     """Tells which layers a recorded batch did not call: by a manifest row for each selected kind, and one warning for all layers of a batch.
 
     What is told is told when the next batch ends, since a loop may come back to a batch (as one does that sets the clock by hand for each part of a
-    model), or when recording does. Of a batch in which a model's forward raised nothing is told.
+    model), or when recording does. Of a batch in which a model's forward raised nothing is told, nor of layers whose model was not called as a whole; those
+    that have no call at all are told in the end.
 
     Parameters
     ----------
@@ -50,11 +51,12 @@ class UncalledLayers:
         self._sink = sink
         self._likely_causes = likely_causes
         self._ended: dict[str, _Ended] = {}  # by phase
-        self._have_raised: dict[Coordinates, bool] = {}  # whether a call of a model raised there; of batches that have called one
+        self._have_raised: dict[Coordinates, dict[str, bool]] = {}  # of the models that were called in a batch, whether one call raised
 
-    def note_call(self, here: Coordinates, *, raised: bool) -> None:
-        """Note that a call of a model has ended."""
-        self._have_raised[here] = self._have_raised.get(here, False) or raised
+    def note_call(self, model: str, here: Coordinates, *, raised: bool) -> None:
+        """Note that a call of a model, by its name, has ended."""
+        models = self._have_raised.setdefault(here, {})
+        models[model] = models.get(model, False) or raised
 
     def watch_again(self, layer: str) -> None:
         """Tell once more when a layer is not called, since it is no longer the module that it was."""
@@ -62,18 +64,19 @@ class UncalledLayers:
 
     def end(self, here: Coordinates) -> None:
         """Take note that a batch ends, or is left for a while."""
-        has_raised = self._have_raised.pop(here, None)
-        if has_raised is None and not here.calls:
+        models = self._have_raised.pop(here, {})
+        if not models and not here.calls:
             return  # nothing was called at all
         before = self._ended.get(here.phase)
         is_same = before is not None and (before.coordinates.epoch, before.coordinates.batch) == (here.epoch, here.batch)
         if before is not None and not is_same:
             del self._ended[here.phase]
             self._tell(before)
-        if has_raised or here.calls.keys() >= self._untold.keys():
+        if any(models.values()) or here.calls.keys() >= self._untold.keys():
             self._ended.pop(here.phase, None)
             return
-        missing = [layer for layer in self._untold if layer not in here.calls]
+        # Who calls parts of a model by hand need not call all of them, nor in every batch all of several models.
+        missing = [layer for layer in self._untold if layer not in here.calls and ("" in models or layer.partition(".")[0] in models)]
         if before is not None and is_same:
             before.causes = {layer: cause for layer, cause in before.causes.items() if layer in missing}
         else:

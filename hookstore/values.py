@@ -153,14 +153,13 @@ def build(branch: Branch, leaf: Callable[[str], Any], *, packed: Callable[..., A
 
 def _keys(keys: list[Key]) -> Iterator[Any]:
     """Turn keys into what the mapping had, or into a text where that cannot be written; of two that come out alike the later gets a number."""
-    seen: set[Any] = set()
+    seen: dict[Any, int] = {}  # each key, and how many like it there were
     for key in keys:
-        made = _OF_KEYS.get(key[0], str)(key[1]) if isinstance(key, tuple) else key
-        number = 0
+        made = found = _OF_KEYS.get(key[0], str)(key[1]) if isinstance(key, tuple) else key
         while made in seen:
-            number += 1
-            made = f"{key[1] if isinstance(key, tuple) else key}~{number}"
-        seen.add(made)
+            seen[found] += 1
+            made = f"{key[1] if isinstance(key, tuple) else key}~{seen[found]}"
+        seen[made] = 0
         yield made
 
 

@@ -57,3 +57,7 @@ def _one_thread():
 def _no_syncs(monkeypatch):
     """These runs have thousands of arrays and are about values: waiting for the disk would take longer than all the rest."""
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # each of a few processes has a core
+    torch.set_num_threads(1)

@@ -547,7 +547,7 @@ def read_plainly(run_path: Path, layers: tuple[Layer, ...], reader: str = "zarr"
             whole = np.asarray(READERS[reader](directory / name)(slice(None)))
             num_places = whole.ndim - len(layer.shape)
             assert whole.shape[num_places:] in (layer.shape, layer.shape_at(6)), "a run that begins with a smaller batch has smaller chunks"
-            places = whole.reshape(*whole.shape[:num_places], -1)[..., 3]  # the layer's number, never 0
+            places = whole.reshape(*whole.shape[:num_places], math.prod(whole.shape[num_places:]))[..., 3]  # the layer's number, never 0
             is_there = ~np.isnan(places) if whole.dtype.kind == "f" else places != 0
             missing = whole[~is_there]
             assert (np.isnan(missing) if whole.dtype.kind == "f" else missing == 0).all(), f"{name} of {layer.name} holds half a chunk"

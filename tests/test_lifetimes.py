@@ -377,3 +377,21 @@ def test_workers_of_a_data_loader_that_run_the_model_write_nothing(path):
             model(features)
     with hookstore.open(path) as run:
         assert sorted((row["batch"], row["call"]) for row in run.manifest.to_pylist()) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("kinds", [["activation", "gradient"], ["input_gradient"]])
+def test_an_output_that_is_kept_after_close_keeps_no_staging_buffer(path, kinds):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    inputs = torch.ones(1, 2, requires_grad=True)
+    recorder = hookstore.record(model, path, kinds=kinds)
+    with recorder.at(epoch=0, batch=0):
+        output = model(inputs)
+    recorder.close()
+    stager = weakref.ref(recorder._stager)
+    del recorder
+    gc.collect()
+    assert stager() is None
+    output.sum().backward()  # whose hooks are still there, and do nothing
+    assert inputs.grad is not None
+    with hookstore.open(path) as run:
+        assert run.info().num_captures == (2 if "activation" in kinds else 0)

@@ -315,6 +315,24 @@ class TestNothingToTell:
         with hookstore.open(path) as run:
             assert run.info().statuses == {"ok": 12}
 
+    def test_a_generator_that_is_called_every_other_batch(self, path):
+        models = {"g": Parts("a"), "d": Parts("a")}
+        with recording(models, path) as recorder:
+            for batch in recorder.batches(range(6), epoch=0):
+                models["d"](models["g"](X, "a") if batch % 3 == 2 else X, "a")
+        with hookstore.open(path) as run:
+            assert run.info().statuses == {"ok": 8}
+
+    def test_parts_that_are_called_by_hand_now_and_then(self, path):
+        model = Parts()
+        with recording(model, path) as recorder:
+            for batch, names in enumerate(["abc", "a", "b", "ca"]):
+                with recorder.at(epoch=0, batch=batch):
+                    for name in names:
+                        getattr(model, name)(X)
+        with hookstore.open(path) as run:
+            assert run.info().statuses == {"ok": 7}
+
     def test_recording_that_begins_and_ends_with_nothing(self, path):
         with recording(Parts(), path):
             pass

@@ -165,7 +165,7 @@ class Reference:
     def _entered(self, name, module, args, kwargs):
         tensors, others = arguments_of(args, kwargs)
         self.others |= {("input", name, leaf, type(other).__name__) for leaf, other in others.items()}
-        parameters = {leaf: value.detach().clone() for leaf, value in module._parameters.items() if value is not None}
+        parameters = {leaf: value.detach().clone() for leaf, value in parameters_of(module).items()}
         seen = Seen({leaf: tensor.detach().clone() for leaf, tensor in tensors.items()}, parameters, edges_of(tensors))
         self.calls.setdefault(name, []).append(seen)
         return seen
@@ -213,6 +213,14 @@ def with_probes(value, probes):
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(with_probes(item, probes) for item in value))
     return type(value)(with_probes(item, probes) for item in value) if type(value) in (tuple, list) else value
+
+
+def parameters_of(module):
+    """Return a module's own parameters by name; where it is parametrized, what it has in their place."""
+    own = {leaf: value for leaf, value in module._parameters.items() if value is not None}
+    for name, one in getattr(module, "parametrizations", {}).items():
+        own.update({f"parametrizations.{name}.{leaf}": value for leaf, value in one.named_parameters()})
+    return own
 
 
 def edges_of(tensors):
@@ -304,8 +312,8 @@ def _observe(name, kinds, *, probed=frozenset(), shared=frozenset(), states=()):
         if phase == "train":
             if "parameter_gradient" in kinds:
                 for layer, module in model.named_modules():
-                    for leaf, parameter in module._parameters.items():
-                        if layer in reference.calls and parameter is not None and parameter.grad is not None:
+                    for leaf, parameter in parameters_of(module).items():
+                        if layer in reference.calls and parameter.grad is not None:
                             found.values["parameter_gradient", phase, batch, layer, 0, leaf] = parameter.grad.clone()
             optimizer.step()
     return found

@@ -57,10 +57,12 @@ def demo(arguments: list[str]) -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Run the tests; further arguments go to pytest."""
+    """Run the tests, those that take long left out; with arguments, which go to pytest, in one process."""
     install("test")
     default = [] if any(argument.startswith("-m") for argument in arguments) else ["-m", "not slow"]
-    run([str(PYTHON), "-m", "pytest", *default, *arguments])
+    # One process for each of a few cores. A file's tests stay together: they share what they have recorded.
+    together = [] if arguments else ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    run([str(PYTHON), "-m", "pytest", *default, *together, *arguments])
 
 
 def check(arguments: list[str]) -> None:
