@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,19 @@ class _RootHook(InertCopy):
         self._uncalled.note_call(self._name, here, raised=raised)
 
 
+class _BeforeHook(InertCopy):
+    """Tells that a model is being called."""
+
+    __slots__ = ("_on_call",)
+
+    def __init__(self, on_call: Callable[[], None]) -> None:
+        self._on_call = on_call
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        if not _is_compiling() and _graph_task() == -1 and not is_traced():
+            self._on_call()
+
+
 class AroundLayers:
     """The hooks around the layers of a recording: on the models themselves, and on encoder layers that have a fast path.
 
@@ -55,9 +68,13 @@ class AroundLayers:
         Is told what became of each call of a model.
     sink : Sink
         Where marks of broken batches go.
+    on_call : callable
+        Called when a model is.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], uncalled: UncalledLayers, sink: Sink) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], layers: Iterable[Layer], uncalled: UncalledLayers, sink: Sink, on_call: Callable[[], None]
+    ) -> None:
         hooked = {id(layer.module) for layer in layers}
         self._roots = [
             (weakref.ref(root), _RootHook(name, uncalled, sink))
@@ -66,6 +83,7 @@ class AroundLayers:
         ]
         disturbed = disturbed_layers(name_modules(models), hooked)
         self._disturbed = [weakref.ref(found.module) for found in disturbed]
+        self._before_hook = _BeforeHook(on_call)
         self._fast_path = FastPathHook([found.names[0] for found in disturbed], sink.clock)
         self._handles: list[RemovableHandle] = []
 
@@ -81,6 +99,7 @@ class AroundLayers:
         for reference, hook in self._roots:
             root = reference()
             if root is not None:
+                self._handles.append(root.register_forward_pre_hook(self._before_hook, prepend=True))
                 self._handles.append(root.register_forward_hook(hook, always_call=True))
         if not self._fast_path.has_warned:
             for layer in (layer for reference in self._disturbed if (layer := reference()) is not None):

@@ -63,14 +63,15 @@ class ModelHooks:
     def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
         selected, kinds = list(layers), list(kinds)
         of_calls = [kind for kind in kinds if kind != "parameter_gradient"]
-        self._first_name, first = next(iter(models.items()))
+        parts = {id(part) for model in models.values() for part in model.modules() if part is not model}
+        self._first_name, first = next((item for item in models.items() if id(item[1]) not in parts), next(iter(models.items())))
         self._model = weakref.ref(unwrap(first))
         self._sink = sink
         self._taps = Taps(_weakly(self))
         self._layers = [LayerHooks(layer, of_calls, sink, self._taps) for layer in selected] if of_calls else []
         self._names = ModuleNames(models)
         self.uncalled = UncalledLayers([layer.name for layer in self._layers], kinds, sink, self._likely_causes)
-        self._around = AroundLayers(models, selected, self.uncalled, sink)
+        self._around = AroundLayers(models, selected, self.uncalled, sink, self._on_call)
         self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether calls of the first model have a hook
         self._tick_hook = _TickHook(self, self._taps)
         self._tick_handle: RemovableHandle | None = None
@@ -132,23 +133,28 @@ class ModelHooks:
         clock.tick()
         wanted = clock.here() is not None
         self._optimizers.turn()
-        if self._names.is_stale:
+        if self._names.is_stale or (wanted and self._names.look()):
             self._follow_swaps()
         self._install(wanted=wanted)
         self._taps.turn(on=wanted)
 
     def tick_inside(self, *, is_watched: bool) -> None:
-        """Go on to the next batch: a compiled graph is calling the root module. Which graph that is was decided before it ran, and so is now for the next."""
+        """Go on to the next batch: a compiled graph is calling the root module.
+
+        Which graph that is was decided before it ran, and so is now for the next: that of the root module's next call, or of another call in this batch.
+        """
         clock = self._sink.clock
         clock.tick()
         self._optimizers.turn()
         here = clock.here()
         if here is not None and not is_watched:
             self._sink.skip_unforeseen(here)
-        self._taps.turn(on=clock.is_due_next)
+        self._taps.turn(on=here is not None or clock.is_due_next)
 
     def pin(self) -> None:
         """Keep the hooks on from now on: something is being compiled, and what is compiled without hooks stays so."""
+        if not self._is_removed and self._names.look():
+            self._follow_swaps()
         if not self._is_pinned and not self._is_removed:
             self._is_pinned = True
             for layer in self._layers:
@@ -190,10 +196,15 @@ class ModelHooks:
         by_name = {layer.name: layer for layer in self._layers}
         if any(now.get(name) is not by_name[name].module for name in layers):
             self._names.is_stale = True
-        return {name: likely_cause(by_name[name], now) for name in layers}
+        return {name: likely_cause(by_name[name], now) for name in layers if not by_name[name].is_left_out}
+
+    def _on_call(self) -> None:
+        """Look, before a model of a recorded batch runs, whether layers are still what they are called."""
+        if self._sink.clock.here() is not None and self._names.look():
+            self._follow_swaps()
 
     def _follow_swaps(self) -> None:
-        """Go on with the modules that have taken the place of others since the last batch."""
+        """Go on with the modules that have taken the place of others since the last look."""
         self._names.is_stale = False
         now = self._names.now()
         self._optimizers.follow(now)
@@ -214,7 +225,7 @@ class ModelHooks:
             layer.replace(None)
             return f"{layer.name!r} and its aliases are no longer one module, and are recorded no more"
         layer.replace(successor)
-        return f"{layer.name!r} is another module now, a {type(successor).__name__}, which is recorded from the next batch on"
+        return f"{layer.name!r} is another module now, a {type(successor).__name__}, which is recorded from now on"
 
     @property
     def is_installed(self) -> bool:

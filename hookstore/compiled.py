@@ -48,6 +48,10 @@ class Tapped(Protocol):
 
     name: str
     sink: Sink
+    kinds: frozenset[str]
+
+    def leave_out(self, reason: str) -> None:
+        """Note that calls of the layer which are traced cannot be recorded."""
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""
@@ -97,53 +101,57 @@ class Taps:
     """
 
     def __init__(self, on_tick: Callable[[bool], None]) -> None:
-        self.number = next(_numbers)
+        self._number = next(_numbers)
+        self.number = str(self._number)
         self.switch = f"recording_{self.number}"
         self._layers: list[int] = []
         self.turn(on=False)
-        _ticks[self.number] = on_tick
+        _ticks[self._number] = on_tick
 
     def turn(self, *, on: bool) -> None:
         """Say whether what is called from now on is recorded."""
         if getattr(SWITCHES, self.switch, None) is not on:
             setattr(SWITCHES, self.switch, on)
 
-    def add(self, layer: Tapped) -> int:
-        """Return the number under which the operators know a layer."""
+    def add(self, layer: Tapped) -> str:
+        """Return the number under which the operators know a layer, as text: of numbers that differ the compiler may make variables (under FSDP2)."""
         number = next(_numbers)
         _layers[number] = layer
         self._layers.append(number)
-        return number
+        return str(number)
 
     def close(self) -> None:
         """Let go of everything; graphs that are compiled go on without recording."""
         self.turn(on=False)
-        _ticks.pop(self.number, None)
+        _ticks.pop(self._number, None)
         for number in self._layers:
             _layers.pop(number, None)
         _Traced.is_any = _Traced.is_any and bool(_layers)
-        _HookGuards.turn(on=bool(_layers))
+        _Settings.turn(num_layers=len(_layers))
 
 
 # In the trace -----------------------------------------------------------------------------------------------------
 
 
-def trace_tick(taps_number: int, switch: str) -> None:
+def trace_tick(taps_number: str, switch: str) -> None:
     """Trace the root module's call."""
     prepare()
-    tick(taps_number, bool(getattr(SWITCHES, switch)))
+    tick(int(taps_number), bool(getattr(SWITCHES, switch)))
 
 
 def trace_begin(
-    number: int, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    of_layer: str, switch: str, kinds: frozenset[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Trace the beginning of a layer's call."""
     if not getattr(SWITCHES, switch):
         return
     prepare()
+    number = int(of_layer)
+    if not may_have_operators(number):
+        return
     begin(number)
     if "input_gradient" in kinds:
-        refuse_input_gradient(number)
+        skip(number, "input_gradient", 0)
     if "input" in kinds:
         tensors: list[torch.Tensor] = []
         positional = tuple([describe(value, tensors) for value in args])
@@ -154,14 +162,16 @@ def trace_begin(
         show([parameter for _, parameter in named], number, "parameter", plan_of_parameters(tuple([name for name, _ in named])))
 
 
-def trace_end(number: int, switch: str, takes_gradient: bool, output: Any) -> None:  # noqa: FBT001
+def trace_end(of_layer: str, switch: str, takes_gradient: bool, output: Any) -> None:  # noqa: FBT001
     """Trace the end of a layer's call."""
     if not getattr(SWITCHES, switch):
         return
     prepare()
-    tensors: list[torch.Tensor] = []
-    described = describe(output, tensors)
-    end(tensors, number, takes_gradient, plan_of(described))
+    number = int(of_layer)
+    if may_have_operators(number):
+        tensors: list[torch.Tensor] = []
+        described = describe(output, tensors)
+        end(tensors, number, takes_gradient, plan_of(described))
 
 
 def prepare() -> None:
@@ -172,10 +182,42 @@ def prepare() -> None:
     _Traced.is_any = True
     meet_compiler()
     _tracing.graph_task = _graph_task()
-    for function in (tick, begin, refuse_input_gradient, show, end):
+    for function in (tick, begin, skip, show, end):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
     _compiling_begins()
+
+
+def may_have_operators(number: int) -> bool:
+    """Say whether a layer is called where operators with effects may stand, and note it where not; the compiler runs it, and has a constant."""
+    graph = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+    if _runs_as_it_is(graph.compiler_fn):
+        return True
+    tracer = graph.current_tracer
+    while getattr(tracer, "parent", None) is not None:
+        inside = str(tracer.source_target)
+        if inside not in _TRANSPARENT:
+            layer = _layers.get(number)
+            if layer is not None:
+                layer.leave_out(f"it is called inside {inside} in a compiled graph, where operators that record have no place")
+            return False
+        tracer = tracer.parent
+    return True
+
+
+def _runs_as_it_is(backend: Any) -> bool:
+    """Say whether a backend runs the graph as it is, as the one does that ``torch.cond`` and its like have in an eager model."""
+    function = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    return getattr(function, "__module__", "") == "torch._dynamo.backends.debugging" and getattr(function, "__name__", "") in (
+        "eager",
+        "fn",
+    )
+
+
+_TRANSPARENT = (
+    "tag_activation_checkpoint",
+    "autograd.Function",
+)  # what dynamo traces as a graph of its own that becomes part of the one around it
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -239,7 +281,7 @@ def _rebuild(described: Any) -> Any:
 
 
 _SOME_TENSOR = torch.empty(0)
-for _function in (prepare, plan_of, plan_of_arguments, plan_of_parameters):
+for _function in (prepare, may_have_operators, plan_of, plan_of_arguments, plan_of_parameters):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010  # as torch.compiler.assume_constant_result does, which would import the compiler
 
 
@@ -281,15 +323,17 @@ def begin(number: int) -> None:
         _chain(torch.ops.hookstore.begin.default, number)
 
 
-def refuse_input_gradient(number: int) -> None:
-    """Say that a call's input gradients are not captured."""
+def skip(number: int, kind: str, reason: int) -> None:
+    """Say that something of a layer's call is not captured."""
     if not _is_traced_again():
-        _chain(torch.ops.hookstore.no_input_gradient.default, number)
+        _chain(torch.ops.hookstore.skip.default, number, kind, reason)
 
 
 def show(values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> None:
     """Show what a layer's call gets."""
-    if not _is_traced_again() and not any(map(_is_wrapped, values)):
+    if any(map(_is_wrapped, values)):
+        skip(number, kind, 1)
+    elif not _is_traced_again():
         _chain(torch.ops.hookstore.show.default, [value.detach() for value in values], number, kind, plan)
 
 
@@ -298,6 +342,8 @@ def end(values: Sequence[torch.Tensor], number: int, takes_gradient: bool, plan:
     if _is_traced_again():
         return
     if any(map(_is_wrapped, values)):
+        for kind in ("activation", "gradient"):
+            skip(number, kind, 1)
         _chain(torch.ops.hookstore.end_without.default, number)
         return
     detached = [value.detach() for value in values]
@@ -410,8 +456,10 @@ _NO_GRADIENT = (
     "the output is a view that was edited in place, and the gradient of its base is not its own alone",
     "the output is a view whose gradient did not arrive, while that of its base did, as when a compiled region returns several views of it",
 )
-_NO_INPUT_GRADIENT = "the module is compiled, and in a compiled graph its own share of an input's gradient cannot be told from others'"
-_WRAPPED = "it is a functorch tensor (vmap, grad or jvp), which stands for many values"
+_NOT_IN_GRAPHS = (
+    "the module is compiled, and in a compiled graph its own share of an input's gradient cannot be told from others'",
+    "it is a functorch tensor (vmap, grad or jvp), which stands for many values",
+)
 _REENTRANT = (
     "the compiled region is computed again by reentrant checkpointing, where which call that is cannot be known; use use_reentrant=False"
 )
@@ -442,11 +490,11 @@ def _run_begin(_after: object, number: int) -> torch.Tensor:
     return torch.empty(0, device="cpu")
 
 
-def _run_no_input_gradient(_after: object, number: int) -> torch.Tensor:
+def _run_skip(_after: object, number: int, kind: str, reason: int) -> torch.Tensor:
     layer = _layers.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.current()
-    if layer is not None and call is not None:
-        layer.sink.skip_value(layer.name, "input_gradient", call, _NO_INPUT_GRADIENT)
+    if layer is not None and call is not None and kind in layer.kinds:
+        layer.sink.skip_value(layer.name, kind, call, _NOT_IN_GRAPHS[reason])
     return torch.empty(0, device="cpu")
 
 
@@ -490,9 +538,8 @@ def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int
 
 def _run_end_without(_after: object, number: int) -> torch.Tensor:
     layer = _layers.get(number)
-    call = None if layer is None or _graph_task() != -1 else layer.end()
-    if layer is not None and call is not None:
-        layer.sink.skip_value(layer.name, "activation", call, _WRAPPED)
+    if layer is not None and _graph_task() == -1:
+        layer.end()
     return torch.empty(0, device="cpu")
 
 
@@ -604,7 +651,7 @@ def _make_operators() -> tuple[torch.library.Library, bool]:
     for schema, run, fake in (
         ("tick(Tensor? after, int number, bool is_watched) -> Tensor", _run_tick, _fake_nothing),
         ("begin(Tensor? after, int number) -> Tensor", _run_begin, _fake_nothing),
-        ("no_input_gradient(Tensor? after, int number) -> Tensor", _run_no_input_gradient, _fake_nothing),
+        ("skip(Tensor? after, int number, str kind, int reason) -> Tensor", _run_skip, _fake_nothing),
         ("show(Tensor? after, Tensor[] values, int number, str kind, int plan) -> Tensor", _run_show, _fake_nothing),
         ("end(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end, _fake_nothing),
         ("end_watched(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
@@ -647,21 +694,36 @@ def follow(follower: Any) -> None:
     meet_compiler()
 
 
-class _HookGuards:
-    """The compiler's guards on hooks, which it leaves out by default: graphs belong to code, and that of one model would serve its twin."""
+class _Settings:
+    """What the compiler is asked to do otherwise while something is recorded, and its settings from before.
 
-    before: bool | None = None
+    It leaves out guards on hooks by default: graphs belong to code, and that of one model would serve its twin. With them blocks of one class that are
+    compiled one by one (``for block in blocks: block.compile()``) have each a graph of its own, where without hooks they share one: the compiler must not
+    give up as many graphs earlier.
+    """
+
+    num_layers = 0
+    before: dict[str, Any] = {}  # noqa: RUF012  # there is only one
+    set_by_us: dict[str, Any] = {}  # noqa: RUF012
 
     @classmethod
-    def turn(cls, *, on: bool) -> None:
-        """Have them set for what is compiled from now on, or as they were before."""
+    def turn(cls, *, num_layers: int) -> None:
+        """Have them set for what is compiled from now on while so many layers are recorded, or as they were before where there are none."""
         settings: Any = sys.modules.get("torch._dynamo.config")
-        if settings is None or not hasattr(settings, "skip_nnmodule_hook_guards"):
+        if settings is None or num_layers == cls.num_layers or not hasattr(settings, "skip_nnmodule_hook_guards"):
             return
-        if on and cls.before is None:
-            cls.before, settings.skip_nnmodule_hook_guards = settings.skip_nnmodule_hook_guards, False
-        elif not on and cls.before is not None:
-            settings.skip_nnmodule_hook_guards, cls.before = cls.before, None
+        cls.num_layers = num_layers
+        for name, value in cls.set_by_us.items():
+            if getattr(settings, name) == value:  # otherwise the user has set it meanwhile
+                setattr(settings, name, cls.before[name])
+        cls.set_by_us = {}
+        if num_layers:
+            cls.set_by_us["skip_nnmodule_hook_guards"] = False
+            for name in ("recompile_limit", "accumulated_recompile_limit"):
+                cls.set_by_us[name] = getattr(settings, name) * (1 + num_layers)
+        cls.before = {name: getattr(settings, name) for name in cls.set_by_us}
+        for name, value in cls.set_by_us.items():
+            setattr(settings, name, value)
 
 
 class _Traced:
@@ -689,7 +751,7 @@ def meet_compiler() -> bool:
     handler = getattr(callbacks, "callback_handler", None)
     if handler is None:
         return False
-    _HookGuards.turn(on=bool(_layers))
+    _Settings.turn(num_layers=len(_layers))
     if _compiling_begins in handler.start_callbacks:
         return False
     handler.register_start_callback(_compiling_begins)

@@ -98,6 +98,7 @@ class LayerHooks:
         self.takes_arguments = not self.kinds.isdisjoint(("input", "input_gradient", "parameter"))
         self.calls = _Calls()
         self.was_called = False
+        self.is_left_out = False
         self.number, self.switch = taps.add(self), taps.switch
         self.watches: list[GradientWatch | ShareWatch] = []
         self._told: set[tuple[str, ...]] = set()  # what of its values is not stored, and has a row that says so
@@ -140,6 +141,15 @@ class LayerHooks:
         self._module = weakref.ref(module) if module is not None else lambda: None
         if was_installed:
             self.install()
+
+    def leave_out(self, reason: str) -> None:
+        """Note, once, that calls of the layer which are traced cannot be recorded."""
+        clock = self.sink.clock
+        here = clock.here()
+        if not self.is_left_out and here is not None:
+            self.is_left_out = True
+            for kind in sorted(self.kinds):
+                self.sink.skip_value(self.name, kind, Call(here, 0, clock.step, 0), reason, topic=reason)
 
     def begin(self) -> Call | None:
         """Note that a call begins, and return it if it is recorded."""

@@ -254,7 +254,8 @@ class Clock:
             phase = self._phase()
             self._counted[phase] += 1
             self._abandoned = []
-            self._end(self._position, phase)
+            if self._counted[phase] > 0:  # what is called before the first call of the root module is of batch 0 as well
+                self._end(self._position, phase)
             here = self.here()
             self.due = self.due or here
             if not self._allows(here):
@@ -337,6 +338,8 @@ class Clock:
             if is_whole:
                 self._end(frame.position)
             self._frames.remove(frame)
+            # Layers that are called before the root module is are still of the last batch, and go on counting there.
+            self._automatic.resolved.update((phase, here) for phase, here in frame.position.resolved.items() if here is not None)
             if frame.before is not None:
                 self._frames.append(frame.before)
             self._show_top()

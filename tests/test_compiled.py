@@ -410,6 +410,54 @@ def test_train_and_eval_count_for_themselves(path):
     assert sorted(key[3:6] for key in rows(path)) == [("eval", 0, 0), ("eval", 0, 2), ("train", 0, 0), ("train", 0, 2)]
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_calls_of_a_batch_after_the_one_that_moves_the_clock(tmp_path, every):
+    def train(generator, discriminator):
+        for batch in range(5):
+            fake = generator(torch.full((2, 4), float(batch)))
+            (discriminator(torch.ones(2, 4)).sum() - discriminator(fake.detach()).sum()).backward()
+            discriminator(fake).sum().backward()
+
+    def compile_it(model):
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    models = {"generator": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "discriminator": nn.Sequential(nn.Linear(4, 1))}
+    with recording(models, tmp_path / "eager", every=every):
+        train(*models.values())
+    with recording(models, tmp_path / "compiled", every=every):
+        train(*map(compile_it, models.values()))
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+
+
+def wrap(model):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, inputs):
+            return self.base(inputs) + 100
+
+    model[0] = Adapter(model[0])
+
+
+@pytest.mark.parametrize("change", [wrap, lambda model: model.insert(0, nn.Tanh())], ids=["wrap", "insert"])
+def test_names_follow_modules_that_change_place_in_a_compiled_model(path, change):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = []
+    with pytest.warns(hookstore.CaptureWarning, match="'0' is another module now"), recording(model, path, kinds="activation") as recorder:
+        for batch in recorder.batches(range(4), epoch=0):
+            if batch == 2:
+                change(model)
+            compiled_model(torch.ones(2, 4))
+            expected.append(copy.deepcopy(model[0]))
+    found = {key[5]: value for key, value in rows(path).items() if key[0] == "0"}
+    assert sorted(found) == [0, 1, 2, 3]
+    for batch, module in enumerate(expected):
+        assert np.array_equal(found[batch], module(torch.ones(2, 4)).detach().numpy())
+
+
 def test_a_batch_that_could_not_be_foreseen_is_a_row(path):
     """With the automatic clock a compiled function that calls the root module twice begins two batches."""
     model = small()
@@ -561,6 +609,27 @@ class AroundBlocks(nn.Module):
         return inputs
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_many_blocks_of_one_class_that_are_compiled_one_by_one(tmp_path, fullgraph):
+    def make():
+        return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)])
+
+    limits = [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")]
+    assert limits[0] < 12, "the compiler would give up after fewer graphs"
+    model = make()
+    twin = copy.deepcopy(model)
+    for block in twin:
+        block.compile(backend="aot_eager", fullgraph=fullgraph)
+    with recording(model, tmp_path / "eager") as recorder:
+        batches()(model, recorder)
+    torch._dynamo.utils.counters.clear()
+    with recording(twin, tmp_path / "compiled") as recorder:
+        batches()(twin, recorder)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12, "none has fallen back to eager"
+    assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
+    assert [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")] == limits
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_checkpointing_around_compiled_blocks(tmp_path, backend, order):
@@ -650,12 +719,55 @@ def test_an_output_that_is_not_used_has_the_zeros_that_the_compiled_backward_com
     assert {key[0]: value.any() for key, value in rows(path).items()} == {"used": True, "unused": False}
 
 
-def test_a_model_under_vmap_is_a_gap(path):
+@pytest.mark.parametrize("kinds", [("activation",), ("gradient",), ("input",), ("activation", "gradient", "input")], ids="-".join)
+def test_a_model_under_vmap_is_a_gap_of_each_kind(path, kinds):
     model = nn.Linear(2, 1)
     batched = torch.compile(torch.vmap(model), backend="aot_eager", fullgraph=True)
-    with pytest.warns(hookstore.CaptureWarning, match="functorch"), recording(model, path, kinds=("activation", "gradient")):
-        assert torch.equal(batched(torch.ones(3, 2)), model(torch.ones(3, 2)))
-    assert sorted(key[9] for key in rows(path)) == ["ok", "skipped"]
+    with pytest.warns(hookstore.CaptureWarning, match="functorch"), recording(model, path, kinds=kinds):
+        outputs = batched(torch.ones(3, 2))
+    assert torch.equal(outputs, model(torch.ones(3, 2)))
+    assert sorted((key[1], key[9]) for key in rows(path)) == [(kind, "skipped") for kind in sorted(kinds)]
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.yes, self.no, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        return self.last(torch.cond(inputs.sum() > 0, self.yes, self.no, (inputs,)))
+
+
+def test_layers_inside_a_conditional_are_gaps_and_the_training_goes_on(path):
+    model = Branches()
+    expected = model(torch.ones(2, 4))
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="called inside cond") as caught,
+        recording(model, path, kinds="activation") as recorder,
+    ):
+        for _ in recorder.batches(range(2), epoch=0):
+            outputs = compiled_model(torch.ones(2, 4))
+            outputs.sum().backward()
+    assert torch.equal(outputs, expected)
+    assert len([entry for entry in caught if entry.category is hookstore.CaptureWarning]) == 1
+    assert sorted((key[0], key[5], key[9]) for key in rows(path)) == [
+        ("last", 0, "ok"),
+        ("last", 1, "ok"),
+        ("no", 0, "skipped"),
+        ("yes", 0, "skipped"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:selected layers with 0 calls")
+def test_the_branch_that_an_eager_model_takes_is_recorded(path):
+    model = Branches()
+    inputs = torch.ones(2, 4)
+    with recording(model, path, kinds="activation"):
+        model(inputs)
+    found = {key[0]: value for key, value in rows(path).items() if key[9] == "ok"}
+    assert sorted(found) == ["last", "yes"]
+    assert np.array_equal(found["yes"], model.yes(inputs).detach().numpy())
 
 
 def test_cuda_graphs_are_refused(path):

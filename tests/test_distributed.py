@@ -129,7 +129,7 @@ def train_under_fsdp(rank, tmp_path):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
-    for order in ("hooks_first", "shards_first"):
+    for order in ("hooks_first", "shards_first", "compiled"):
         model = network()
 
         def shard(model):
@@ -137,8 +137,9 @@ def train_under_fsdp(rank, tmp_path):
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
 
-        if order == "shards_first":
+        if order != "hooks_first":
             shard(model)
+        called = torch.compile(model, backend="aot_eager") if order == "compiled" else model
         optimizer = None
         with recording(model, tmp_path / order / f"rank{rank}", kinds=KINDS if TAKES_DTENSORS else KINDS[:-1]) as recorder:
             if order == "hooks_first":
@@ -146,7 +147,7 @@ def train_under_fsdp(rank, tmp_path):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             for _ in recorder.batches(range(2), epoch=0):
                 optimizer.zero_grad()
-                (model(torch.tensor([[1.0, float(rank)]])) * (rank + 1)).sum().backward()
+                (called(torch.tensor([[1.0, float(rank)]])) * (rank + 1)).sum().backward()
                 optimizer.step()
         assert all("FSDP" in type(model[index]).__name__ for index in (0, 2))
 
@@ -179,7 +180,7 @@ def reference():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("order", ["hooks_first", "shards_first"])
+@pytest.mark.parametrize("order", ["hooks_first", "shards_first", "compiled"])
 def test_each_rank_records_its_own_values_under_fsdp(under_fsdp, reference, order, rank):
     with hookstore.open(under_fsdp / order / f"rank{rank}") as run:
         assert run.layers == ["0", "1", "2"]

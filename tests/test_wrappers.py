@@ -267,6 +267,39 @@ def test_patterns_match_the_names_with_the_models_in_front():
     assert names(models, nn.ReLU) == ["g.body.1", "d.body.1"]
 
 
+def test_a_model_called_before_the_one_that_moves_the_clock_counts_its_calls_on(path):
+    generator, discriminator = linear([2.0]), linear([3.0])
+    with recording({"generator": generator, "discriminator": discriminator}, path):
+        for _ in range(2):
+            discriminator(torch.ones(1, 1))
+            discriminator(generator(torch.ones(1, 1)))
+    with hookstore.open(path) as run:
+        assert [run["discriminator"].activation.get(0, 0, call=call).item() for call in range(3)] == [3.0, 6.0, 3.0]
+        assert run["discriminator"].activation.get(0, 1).item() == 6.0
+        assert len(run["discriminator"].activation.rows) == 4
+
+
+def test_a_part_of_another_model_does_not_move_the_clock(path):
+    model = nn.Sequential(linear([2.0]), linear([5.0]))
+    with recording({"part": model[0], "whole": model}, path, layers="*"):
+        for scale in (1, 10):
+            model(torch.full((1, 1), float(scale)))
+    with hookstore.open(path) as run:
+        for layer, value in (("part", 2.0), ("whole.0", 2.0), ("whole.1", 10.0), ("whole", 10.0)):
+            assert [run[layer].activation.get(0, batch).item() for batch in (0, 1)] == [value, 10 * value]
+            assert len(run[layer].activation.rows) == 2
+
+
+def test_layers_called_after_a_loop_do_not_take_the_place_of_its_last_batch(path):
+    model = nn.Sequential(linear([2.0]), nn.ReLU())
+    with recording(model, path) as recorder:
+        for _ in recorder.batches(range(2), epoch=0):
+            model(torch.ones(1, 1))
+        model[0](torch.full((1, 1), 50.0))
+    with hookstore.open(path) as run:
+        assert [run["0"].activation.get(0, 1, call=call).item() for call in (0, 1)] == [2.0, 100.0]
+
+
 def test_a_module_of_two_models_is_one_layer_with_both_names(path):
     shared = linear([2.0])
     first, second = nn.Sequential(shared), nn.Sequential(nn.ReLU(), shared)
@@ -340,24 +373,72 @@ def test_a_module_that_takes_anothers_place_is_recorded_from_then_on(path, clock
 
 
 @pytest.mark.parametrize("is_seen_by_torch", [True, False])
-def test_a_module_swapped_within_a_batch_is_a_gap_there_and_recorded_from_the_next(path, is_seen_by_torch):
+@pytest.mark.parametrize("clock", ["batches", "automatic"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_module_swapped_within_a_batch_is_recorded_there(path, is_seen_by_torch, clock, every):
     model = nn.Sequential(linear([2.0]), nn.ReLU())
-    with (
-        pytest.warns(hookstore.CaptureWarning, match="0 calls in train epoch 0, batch 1: '0' .it was replaced by another module, a Linear"),
-        pytest.warns(hookstore.CaptureWarning, match="'0' is another module now"),
-        recording(model, path) as recorder,
-    ):
-        for batch in recorder.batches(range(4), epoch=0):
-            if batch == 1:
+    with pytest.warns(hookstore.CaptureWarning, match="'0' is another module now"), recording(model, path, every=every) as recorder:
+        for batch in recorder.batches(range(5), epoch=0) if clock == "batches" else range(5):
+            if batch == 2:
                 if is_seen_by_torch:
                     model[0] = linear([7.0])
                 else:
                     model._modules["0"] = linear([7.0])
             model(torch.ones(1, 1))
     with hookstore.open(path) as run:
+        assert [run["0"].activation[0, batch].item() for batch in (0, 2, 4)] == [2.0, 7.0, 7.0]
+        assert set(run.manifest["status"].to_pylist()) == {"ok"}
+
+
+def test_a_module_swapped_within_a_batch_whose_model_is_not_called_is_recorded_from_the_next(path):
+    model = nn.Sequential(linear([2.0]), nn.ReLU())
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="'0' is another module now"),
+        recording(model, path) as recorder,
+    ):
+        for batch in recorder.batches(range(4), epoch=0):
+            if batch == 1:
+                model[0] = linear([7.0])
+            model[1](model[0](torch.ones(1, 1)))
+    with hookstore.open(path) as run:
         assert [run["0"].activation[0, batch].item() for batch in (0, 2, 3)] == [2.0, 7.0, 7.0]
-        with pytest.raises(hookstore.MissingCaptureError, match="skipped: the layer was not called: it was replaced"):
+        with pytest.raises(hookstore.MissingCaptureError, match="epoch 0, batch 1"):
             run["0"].activation[0, 1]
+
+
+class Added(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, inputs):
+        return self.base(inputs) + 100
+
+
+def exchange(model):
+    model[0], model[1] = model[1], model[0]
+
+
+def wrap(model):
+    model[0] = Added(model[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(exchange, [5.0, 10.0]), (wrap, [102.0, 510.0]), (lambda model: model.insert(0, linear([3.0])), [3.0, 6.0])],
+    ids=["exchange", "wrap", "insert"],
+)
+def test_names_follow_modules_that_stay_in_the_model_elsewhere(path, change, expected):
+    model = nn.Sequential(linear([2.0]), linear([5.0]))
+    with pytest.warns(hookstore.CaptureWarning, match="'0' is another module now"), recording(model, path) as recorder:
+        for batch in recorder.batches(range(3), epoch=0):
+            if batch == 1:
+                change(model)
+            model(torch.ones(1, 1))
+    with hookstore.open(path) as run:
+        for batch, values in enumerate(([2.0, 10.0], expected, expected)):
+            assert [run[layer].activation[0, batch].item() for layer in "01"] == values
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_layer_that_is_wrapped_by_a_new_one_gives_its_name_to_it(path):
