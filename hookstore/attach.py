@@ -14,7 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.around import AroundLayers
-from hookstore.compiled import Taps, discard, follow, has_compiled, meet_compiler, trace_tick
+from hookstore.compiled import Taps, trace_tick
+from hookstore.compiler import discard, follow, has_compiled, meet_compiler
 from hookstore.errors import CaptureWarning
 from hookstore.hooks import InertCopy, LayerHooks, is_traced
 from hookstore.optimizers import OptimizerHooks

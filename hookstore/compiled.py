@@ -11,70 +11,24 @@ compiling when a schedule goes from one to the other.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import itertools
-import logging
 import sys
 import threading
-import types
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from hookstore.compiler import Settings, Traced, compiling_begins, meet_compiler
 from hookstore.errors import UnsupportedModelError
-from hookstore.format import PHASES
-from hookstore.layout import Call
 from hookstore.nested import Plan, flatten, flatten_arguments
-from hookstore.schedule import Coordinates
-from hookstore.sink import Sink
+from hookstore.operators import LAYERS, PLANS, TICKS, Tapped, why_none
 from hookstore.watch import View
 from hookstore.wrappers import own_parameters
 
 _graph_task, _sequence_nr = torch._C._current_graph_task_id, torch._C._autograd._get_sequence_nr
-_LEAST_TORCH = (2, 11)  # the first with effects in the backward of a compiled model
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-_log = logging.getLogger("hookstore")
-
-
-class Tapped(Protocol):
-    """A layer, as the operators of a compiled model need it."""
-
-    name: str
-    sink: Sink
-    kinds: frozenset[str]
-
-    def leave_out(self, reason: str) -> None:
-        """Note that calls of the layer which are traced cannot be recorded."""
-
-    def begin(self) -> Call | None:
-        """Note that a call begins, and return it if it is recorded."""
-
-    def current(self) -> Call | None:
-        """Return the innermost call if it is recorded."""
-
-    def end(self) -> Call | None:
-        """Note that the innermost call ends, and return it if it is recorded."""
-
-    def take_output(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, kind: type) -> Call:
-        """Take the tensors that a call returned, and return the call with the value's structure."""
-
-    def take_arguments(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, *, are_there_any: bool) -> None:
-        """Take the tensors that the module is called with."""
-
-
-def why_none() -> str | None:
-    """Say why this torch cannot record compiled models, or return ``None``."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _LEAST_TORCH or not _HAS_EFFECTS:
-        least = ".".join(map(str, _LEAST_TORCH))
-        return f"recording compiled models needs torch {least} or newer, and this is {torch.__version__}; record the model without torch.compile"
-    return None
 
 
 # What the traced hooks look at ------------------------------------------------------------------------------------
@@ -86,9 +40,6 @@ class _Switches:
 
 SWITCHES = _Switches()
 _numbers = itertools.count()
-_layers: dict[int, Tapped] = {}
-_ticks: dict[int, Callable[[bool], None]] = {}
-_plans: list[tuple[Plan, Any]] = []  # and the type of the value, or whether there is any argument
 
 
 class Taps:
@@ -106,7 +57,7 @@ class Taps:
         self.switch = f"recording_{self.number}"
         self._layers: list[int] = []
         self.turn(on=False)
-        _ticks[self._number] = on_tick
+        TICKS[self._number] = on_tick
 
     def turn(self, *, on: bool) -> None:
         """Say whether what is called from now on is recorded."""
@@ -116,18 +67,18 @@ class Taps:
     def add(self, layer: Tapped) -> str:
         """Return the number under which the operators know a layer, as text: of numbers that differ the compiler may make variables (under FSDP2)."""
         number = next(_numbers)
-        _layers[number] = layer
+        LAYERS[number] = layer
         self._layers.append(number)
         return str(number)
 
     def close(self) -> None:
         """Let go of everything; graphs that are compiled go on without recording."""
         self.turn(on=False)
-        _ticks.pop(self._number, None)
+        TICKS.pop(self._number, None)
         for number in self._layers:
-            _layers.pop(number, None)
-        _Traced.is_any = _Traced.is_any and bool(_layers)
-        _Settings.turn(num_layers=len(_layers))
+            LAYERS.pop(number, None)
+        Traced.is_any = Traced.is_any and bool(LAYERS)
+        Settings.turn(num_layers=len(LAYERS))
 
 
 # In the trace -----------------------------------------------------------------------------------------------------
@@ -179,13 +130,13 @@ def prepare() -> None:
     obstacle = why_none()
     if obstacle is not None:
         raise UnsupportedModelError(obstacle)
-    _Traced.is_any = True
+    Traced.is_any = True
     meet_compiler()
     _tracing.graph_task = _graph_task()
     for function in (tick, begin, skip, show, end):
         torch.compiler.allow_in_graph(function)
         torch.fx.node.has_side_effect(function)
-    _compiling_begins()
+    compiling_begins()
 
 
 def may_have_operators(number: int) -> bool:
@@ -197,7 +148,7 @@ def may_have_operators(number: int) -> bool:
     while getattr(tracer, "parent", None) is not None:
         inside = str(tracer.source_target)
         if inside not in _TRANSPARENT:
-            layer = _layers.get(number)
+            layer = LAYERS.get(number)
             if layer is not None:
                 layer.leave_out(f"it is called inside {inside} in a compiled graph, where operators that record have no place")
             return False
@@ -254,9 +205,9 @@ def plan_of_parameters(names: tuple[str, ...]) -> int:
 
 
 def _number_of(plan: Plan, about: Any) -> int:
-    if (plan, about) not in _plans:
-        _plans.append((plan, about))
-    return _plans.index((plan, about))
+    if (plan, about) not in PLANS:
+        PLANS.append((plan, about))
+    return PLANS.index((plan, about))
 
 
 def _rebuild(described: Any) -> Any:
@@ -451,356 +402,6 @@ class _Watch:
         torch.ops.hookstore.no_gradient(self._call, *self._which, reason)
 
 
-_NO_GRADIENT = (
-    "the module returned what the compiled region was given, whose gradient comes about outside",
-    "the output is a view that was edited in place, and the gradient of its base is not its own alone",
-    "the output is a view whose gradient did not arrive, while that of its base did, as when a compiled region returns several views of it",
-)
-_NOT_IN_GRAPHS = (
-    "the module is compiled, and in a compiled graph its own share of an input's gradient cannot be told from others'",
-    "it is a functorch tensor (vmap, grad or jvp), which stands for many values",
-)
-_REENTRANT = (
-    "the compiled region is computed again by reentrant checkpointing, where which call that is cannot be known; use use_reentrant=False"
-)
-
-
 def _is_given(tensor: torch.Tensor) -> bool:
     """Say whether a tensor that requires grad comes from outside the graph."""
     return tensor.grad_fn is None or not tensor.grad_fn.next_functions
-
-
-# When the graph runs ----------------------------------------------------------------------------------------------
-
-_NUM_CALL = 7  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure
-
-
-def _run_tick(_after: object, number: int, is_watched: bool) -> torch.Tensor:  # noqa: FBT001
-    on_tick = _ticks.get(number)
-    if on_tick is not None and _graph_task() == -1:
-        on_tick(is_watched)
-    return torch.empty(0, device="cpu")
-
-
-def _run_begin(_after: object, number: int) -> torch.Tensor:
-    layer = _layers.get(number)
-    if layer is not None and _graph_task() == -1:
-        with _measured(layer):
-            layer.begin()
-    return torch.empty(0, device="cpu")
-
-
-def _run_skip(_after: object, number: int, kind: str, reason: int) -> torch.Tensor:
-    layer = _layers.get(number)
-    call = None if layer is None or _graph_task() != -1 else layer.current()
-    if layer is not None and call is not None and kind in layer.kinds:
-        layer.sink.skip_value(layer.name, kind, call, _NOT_IN_GRAPHS[reason])
-    return torch.empty(0, device="cpu")
-
-
-def _run_show(_after: object, values: Sequence[torch.Tensor], number: int, kind: str, plan: int) -> torch.Tensor:
-    layer = _layers.get(number)
-    call = None if layer is None or _graph_task() != -1 else layer.current()
-    if layer is not None and call is not None:
-        plan_of_values, are_there_any = _plans[plan]
-        with _measured(layer), _undisturbed():
-            if kind == "input":
-                layer.take_arguments(values, plan_of_values, call, are_there_any=are_there_any)
-            else:
-                for name, parameter in zip(plan_of_values.leaves, values, strict=True):
-                    layer.sink.put(layer.name, "parameter", name, parameter, call)
-    return torch.empty(0, device="cpu")
-
-
-def _run_end(_after: object, values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
-    layer = _layers.get(number)
-    if layer is not None and _graph_task() == -1:
-        _end(layer, values, plan)
-    return torch.empty(0, device="cpu")
-
-
-def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:
-    layer = _layers.get(number)
-    with _undisturbed():
-        if _graph_task() != -1:
-            return torch.from_numpy(_numbers_again(layer, number, plan))
-        numbers = _no_call(plan)
-        call = None if layer is None else _end(layer, values, plan)
-        if call is not None:
-            here = call.coordinates
-            where = (PHASES.index(here.phase), here.epoch, here.batch)
-            numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure)
-        frame = _checkpoint_frame()
-        if frame is not None:
-            _checkpointed.setdefault(frame, _Checkpointed()).calls.setdefault(number, []).append(numbers)
-        return torch.from_numpy(numbers)
-
-
-def _run_end_without(_after: object, number: int) -> torch.Tensor:
-    layer = _layers.get(number)
-    if layer is not None and _graph_task() == -1:
-        layer.end()
-    return torch.empty(0, device="cpu")
-
-
-def _no_call(plan: int) -> Numbers:
-    numbers = np.zeros(_NUM_CALL + len(_plans[plan][0].leaves), dtype=np.int64)
-    numbers[0] = -1
-    return numbers
-
-
-# A compiled block inside an activation checkpoint runs again in the backward, as a whole, and makes the tensors anew that the backward gets. The frame of
-# the checkpoint says which forward that is.
-
-
-class _Checkpointed:
-    """What was called inside a checkpoint: for each layer its calls, and how many of them a backward has made again."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, list[Numbers]] = {}
-        self.num_again: dict[tuple[int, int], int] = {}
-
-
-_checkpointed: weakref.WeakKeyDictionary[Any, _Checkpointed] = weakref.WeakKeyDictionary()
-
-
-def _checkpoint_frame() -> Any:
-    """Return what stands for the innermost activation checkpoint that is computed now, for the first time or again."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
-    if hooks is None:
-        return None
-    pack: Any = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
-    kept = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)) if isinstance(pack, types.FunctionType) else {}
-    if "target_frame_ref" in kept:
-        return kept["target_frame_ref"].cell_contents()
-    return kept["frame"].cell_contents if "frame" in kept else None
-
-
-def _numbers_again(layer: Tapped | None, number: int, plan: int) -> Numbers:
-    """Return the numbers of the call that is computed again."""
-    frame = _checkpoint_frame()
-    first = None if frame is None else _checkpointed.get(frame)
-    if first is not None:
-        key = (number, _graph_task())
-        position = first.num_again.get(key, 0)
-        first.num_again[key] = position + 1
-        calls = first.calls.get(number, ())
-        if position < len(calls):
-            return calls[position]
-    here = None if layer is None else layer.sink.clock.here()
-    if layer is not None and here is not None:
-        layer.sink.skip_value(layer.name, "gradient", Call(here, 0, layer.sink.clock.step, 0), _REENTRANT)
-    return _no_call(plan)
-
-
-def _end(layer: Tapped, values: Sequence[torch.Tensor], plan: int) -> Call | None:
-    with _measured(layer), _undisturbed():
-        call = layer.end()
-        if call is None:
-            return None
-        plan_of_values, kind = _plans[plan]
-        return layer.take_output(values, plan_of_values, call, kind)
-
-
-def _run_gradient(gradient: torch.Tensor, call: torch.Tensor, number: int, plan: int, position: int) -> None:
-    layer = _layers.get(number)
-    if layer is None:
-        return
-    with _measured(layer), _undisturbed():
-        numbers = call.numpy()
-        if numbers[0] >= 0:
-            backward = int(numbers[_NUM_CALL + position])
-            numbers[_NUM_CALL + position] += 1
-            layer.sink.put(layer.name, "gradient", _plans[plan][0].leaves[position], gradient, _call_of(numbers), backward)
-
-
-def _run_no_gradient(call: torch.Tensor, number: int, plan: int, position: int, reason: int) -> None:
-    layer = _layers.get(number)
-    numbers = call.numpy()
-    if layer is not None and numbers[0] >= 0:
-        layer.sink.skip_value(layer.name, "gradient", _call_of(numbers), _NO_GRADIENT[reason], leaf=_plans[plan][0].leaves[position])
-
-
-def _call_of(numbers: Numbers) -> Call:
-    phase, epoch, batch, *others = numbers[:_NUM_CALL].tolist()
-    return Call(Coordinates(PHASES[phase], epoch, batch), *others)
-
-
-def _measured(layer: Tapped) -> contextlib.AbstractContextManager[None]:
-    budget = layer.sink.clock.budget
-    return contextlib.nullcontext() if budget is None else budget.measured()
-
-
-def _undisturbed() -> contextlib.AbstractContextManager[Any]:
-    """Keep the modes that a user has set from seeing what is done here."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return torch._C.DisableTorchFunction()
-    stack = contextlib.ExitStack()
-    stack.enter_context(_disable_current_modes())
-    stack.enter_context(torch._C.DisableTorchFunction())
-    return stack
-
-
-# The operators ----------------------------------------------------------------------------------------------------
-
-
-def _make_operators() -> tuple[torch.library.Library, bool]:
-    """Define the operators and say whether this torch knows effects."""
-    library = torch.library.Library("hookstore", "DEF")
-    nothing = lambda *_: None  # noqa: E731
-    for schema, run, fake in (
-        ("tick(Tensor? after, int number, bool is_watched) -> Tensor", _run_tick, _fake_nothing),
-        ("begin(Tensor? after, int number) -> Tensor", _run_begin, _fake_nothing),
-        ("skip(Tensor? after, int number, str kind, int reason) -> Tensor", _run_skip, _fake_nothing),
-        ("show(Tensor? after, Tensor[] values, int number, str kind, int plan) -> Tensor", _run_show, _fake_nothing),
-        ("end(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end, _fake_nothing),
-        ("end_watched(Tensor? after, Tensor[] values, int number, int plan) -> Tensor", _run_end_watched, _fake_call),
-        ("end_without(Tensor? after, int number) -> Tensor", _run_end_without, _fake_nothing),
-        ("gradient(Tensor gradient, Tensor call, int number, int plan, int position) -> ()", _run_gradient, nothing),
-        ("no_gradient(Tensor call, int number, int plan, int position, int reason) -> ()", _run_no_gradient, nothing),
-    ):
-        name = f"hookstore::{library.define(schema)}".replace("hookstore::hookstore::", "hookstore::")
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, fake, lib=library)
-        try:
-            from torch._library.effects import EffectType
-
-            torch._library.simple_registry.singleton.find(name).effect.register(EffectType.ORDERED)
-        except (ImportError, AttributeError):
-            return library, False
-    return library, True
-
-
-def _fake_nothing(*_arguments: object) -> torch.Tensor:
-    return torch.empty(0, device="cpu")
-
-
-def _fake_call(_after: object, values: Sequence[torch.Tensor], number: int, plan: int) -> torch.Tensor:  # noqa: ARG001
-    return torch.empty(_NUM_CALL + len(_plans[plan][0].leaves), dtype=torch.int64, device="cpu")
-
-
-_library, _HAS_EFFECTS = _make_operators()
-
-
-# When the compiler begins -----------------------------------------------------------------------------------------
-
-_followers: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a method `pin`
-
-
-def follow(follower: Any) -> None:
-    """Have ``follower.pin()`` called when a compilation begins, as long as it lives."""
-    _keep_out()
-    _followers.add(follower)
-    meet_compiler()
-
-
-class _Settings:
-    """What the compiler is asked to do otherwise while something is recorded, and its settings from before.
-
-    It leaves out guards on hooks by default: graphs belong to code, and that of one model would serve its twin. With them blocks of one class that are
-    compiled one by one (``for block in blocks: block.compile()``) have each a graph of its own, where without hooks they share one: the compiler must not
-    give up as many graphs earlier.
-    """
-
-    num_layers = 0
-    before: dict[str, Any] = {}  # noqa: RUF012  # there is only one
-    set_by_us: dict[str, Any] = {}  # noqa: RUF012
-
-    @classmethod
-    def turn(cls, *, num_layers: int) -> None:
-        """Have them set for what is compiled from now on while so many layers are recorded, or as they were before where there are none."""
-        settings: Any = sys.modules.get("torch._dynamo.config")
-        if settings is None or num_layers == cls.num_layers or not hasattr(settings, "skip_nnmodule_hook_guards"):
-            return
-        cls.num_layers = num_layers
-        for name, value in cls.set_by_us.items():
-            if getattr(settings, name) == value:  # otherwise the user has set it meanwhile
-                setattr(settings, name, cls.before[name])
-        cls.set_by_us = {}
-        if num_layers:
-            cls.set_by_us["skip_nnmodule_hook_guards"] = False
-            for name in ("recompile_limit", "accumulated_recompile_limit"):
-                cls.set_by_us[name] = getattr(settings, name) * (1 + num_layers)
-        cls.before = {name: getattr(settings, name) for name in cls.set_by_us}
-        for name, value in cls.set_by_us.items():
-            setattr(settings, name, value)
-
-
-class _Traced:
-    """Whether any hook has been traced."""
-
-    is_any = False
-
-
-def _compiling_begins(*_arguments: object) -> None:
-    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if autograd is not None and _Traced.is_any and (autograd.compiled_autograd_enabled or autograd.in_compiled_autograd_region):
-        raise UnsupportedModelError(
-            "hookstore cannot record a compiled model under compiled_autograd, which would lose its gradients; switch it off, or record without torch.compile"
-        )
-    for follower in list(_followers):
-        follower.pin()
-
-
-def meet_compiler() -> bool:
-    """Look whether the compiler has been imported, and be told then what it does; say whether that is new.
-
-    It is never imported here, since that takes seconds and most who record do not compile.
-    """
-    callbacks = sys.modules.get("torch._dynamo.callback")
-    handler = getattr(callbacks, "callback_handler", None)
-    if handler is None:
-        return False
-    _Settings.turn(num_layers=len(_layers))
-    if _compiling_begins in handler.start_callbacks:
-        return False
-    handler.register_start_callback(_compiling_begins)
-    return True
-
-
-@functools.cache
-def _keep_out() -> None:
-    """Have the compiler leave our code alone where it is no part of a graph: hooks that are called between two graphs run as they are."""
-    evaluation = torch._C._dynamo.eval_frame
-    if not hasattr(evaluation, "_FrameExecStrategy"):
-        return
-    as_it_is = evaluation._FrameExecStrategy(evaluation._FrameAction.SKIP, evaluation._FrameAction.SKIP)
-    pending = [code for module in _own_modules() for thing in vars(module).values() for code in _codes_of(thing, module)]
-    while pending:
-        code = pending.pop()
-        evaluation.set_code_exec_strategy(code, as_it_is)
-        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
-def _own_modules() -> list[types.ModuleType]:
-    return [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
-
-
-def _codes_of(thing: Any, module: types.ModuleType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, or of the methods of a class, of the module's own."""
-    if isinstance(thing, type) and thing.__module__ == module.__name__:
-        for member in vars(thing).values():
-            yield from _codes_of(member, module)
-    function = getattr(thing, "fget", None) or getattr(thing, "__func__", thing)
-    if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
-        yield function.__code__
-
-
-def has_compiled() -> bool:
-    """Say whether there are graphs that have been compiled."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is None:
-        return False
-    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-    codes = [reference() for reference in getattr(frames.input_codes, "seen", ())]
-    return any(code is not None and entries(code) for code in codes)
-
-
-def discard() -> None:
-    """Have compiled everything again when it is called next, since graphs that are there know nothing of hooks that are new."""
-    if has_compiled():
-        _log.warning(
-            "hookstore: torch._dynamo.reset() is called, since graphs compiled before a recording know nothing of it; they are compiled again"
-        )
-        torch._dynamo.reset()
-        meet_compiler()

@@ -23,7 +23,6 @@ from torch import nn
 from hookstore import __version__
 from hookstore.attach import ModelHooks
 from hookstore.codecs import codec_metadata
-from hookstore.compiled import why_none
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import (
     CaptureWarning,
@@ -52,6 +51,7 @@ from hookstore.format import (
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
+from hookstore.operators import why_none
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Batches, Budget, Clock, Placed, Schedule, When
 from hookstore.selection import Layer, LayerPattern, select_layers

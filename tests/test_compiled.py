@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookstore
-from hookstore import compiled
+from hookstore import operators
 
 COLUMNS = ("layer", "kind", "leaf", "phase", "epoch", "batch", "call", "backward", "step", "status", "reason", "structure")
 KINDS = ("activation", "gradient", "input", "parameter")
@@ -547,8 +547,8 @@ def test_graphs_go_on_after_the_end_and_keep_nothing(path):
     compiled_model(torch.ones(3, 4)).sum().backward()
     assert len(rows(path)) == num
     assert not [layer for layer in model.modules() if layer._forward_hooks or layer._forward_pre_hooks]
-    assert not compiled._layers
-    assert not compiled._ticks
+    assert not operators.LAYERS
+    assert not operators.TICKS
     hooks = weakref.ref(recorder._hooks)
     del recorder
     gc.collect()
@@ -827,7 +827,7 @@ def test_export_bakes_nothing_in(path):
 
 
 def test_a_torch_without_effects_refuses_compiled_models_and_records_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "_LEAST_TORCH", (99, 1))
+    monkeypatch.setattr(operators, "_LEAST_TORCH", (99, 1))
     model = small()
     with recording(model, tmp_path / "eager") as recorder:
         batches()(model, recorder)

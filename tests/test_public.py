@@ -123,7 +123,7 @@ def test_version_is_one():
 FLOW = (
     *("errors", "format", "structure", "files", "wrappers", "selection", "schedule", "layout", "device", "staging"),
     *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
-    *("compiled", "hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
+    *("operators", "compiler", "compiled", "hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
     *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("rows", "samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )
