@@ -59,9 +59,9 @@ class OptimizerHooks:
         self._step = 0  # steps before the one that is being taken
         self._scaler = _ScalerWatch(scaler) if self._layers and scaler is not None and scaler.is_enabled() else None
         self._here: Coordinates | None = None  # where the clock stood when it was last looked at, if there is a scaler
-        self._handles = [register_optimizer_step_post_hook(_weakly(self._after))]
+        self._handles = [register_optimizer_step_post_hook(weakly(self._after))]
         if self._layers:
-            self._handles.append(register_optimizer_step_pre_hook(_weakly(self._before)))
+            self._handles.append(register_optimizer_step_pre_hook(weakly(self._before)))
 
     @property
     def has_layers(self) -> bool:
@@ -248,7 +248,7 @@ def _reads_after(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict
     return closure is not None or options.get("grad_scaler") is not None or getattr(optimizer, "grad_scale", None) is not None
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Call a method as long as its object is there: torch keeps these hooks for the whole process."""
     reference = weakref.WeakMethod(method)
 

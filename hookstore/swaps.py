@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from hookstore.optimizers import weakly
 from hookstore.wrappers import name_modules
 
 
@@ -31,7 +32,7 @@ class ModuleNames:
         self._children: list[tuple[weakref.ref[nn.Module], tuple[str, ...], tuple[int, ...]]] = []
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._inside = weakref.WeakSet(module for model in models.values() for module in model.modules())
-        self._handle = register_module_module_registration_hook(self._on_registration)
+        self._handle = register_module_module_registration_hook(weakly(self._on_registration))
         self._note_children()
 
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:  # noqa: ARG002
