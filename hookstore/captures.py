@@ -399,8 +399,9 @@ class Captures:
         status, why = self.run._why_left_out(phase, where["epoch"], where["batch"])
         leaf = self._leaf if leaf is None else leaf
         why = why or index.why_never(leaf)
-        missing = f"was {status}: {why}" if status == "skipped" else "was not captured" + (f": {why}" if why else "")
         there_is = "" if why else f"; {self._what_there_is(phase, where['epoch'])}{self.run._what_is_damaged()}"
+        why = why or ("" if status else self._why_no_gradient(phase, where))
+        missing = f"was {status}: {why}" if status == "skipped" else "was not captured" + (f": {why}" if why else "")
         raise MissingCaptureError(
             f"{self._describe(**where, phase=phase, leaf=leaf, backward=backward, attempt=attempt)} {missing}{there_is}",
             layer=self.layer,
@@ -408,6 +409,17 @@ class Captures:
             status=status,
             **where,
         )
+
+    def _why_no_gradient(self, phase: str, where: dict[str, Any]) -> str:
+        """Return why a layer that was called has no gradient there, or "" where that is not what is missing."""
+        if self.kind not in (*_OF_BACKWARD, "parameter_gradient") or not self.run._records(self.kind):
+            return ""
+        of_forward = (Captures(self.run, self.layer, kind)._index for kind in ("activation", "input", "parameter"))
+        if not any(index.only_captured(index.find(phase, **where)).size for index in of_forward):
+            return ""
+        if self.kind == "parameter_gradient":
+            return "no optimizer's step had a gradient of it there"
+        return "no gradient arrived: the layer is frozen, the loss does not depend on it, or no backward ran"
 
     @property
     def rows(self) -> pa.Table:

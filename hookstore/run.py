@@ -246,6 +246,16 @@ class Run:
             partial_batches=self.partial_batches,
         )
 
+    def _records(self, kind: str) -> bool:
+        """Say whether a kind was asked for in any recording of the run."""
+        recorded = [self.description.get("recorded"), *(attempt.get("recorded") for attempt in self._described_attempts)]
+        return any(isinstance(each, dict) and isinstance(kinds := each.get("kinds"), list) and kind in kinds for each in recorded)
+
+    @property
+    def _described_attempts(self) -> list[dict[str, Any]]:
+        attempts = self.description.get("attempts")
+        return [attempt for attempt in attempts if isinstance(attempt, dict)] if isinstance(attempts, list) else []
+
     def _what_is_damaged(self) -> str:
         """Return what to add where something is not found: it may have been in a piece of the manifest that cannot be read."""
         damaged = sorted(self._manifest_reader.damaged)

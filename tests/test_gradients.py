@@ -638,3 +638,26 @@ def test_early_stop_of_checkpointing_is_no_broken_batch(path):
     with hookstore.open(path) as run:
         assert run.partial_batches == []
         assert run.manifest["call"].to_pylist() == [0] * run.manifest.num_rows
+
+
+def test_what_did_not_arrive_is_said_and_never_zero(path):
+    """The layer was called: then no gradient arrived. Where it is not known whether it was called, nothing is claimed."""
+    model = nn.Sequential(linear([2.0]), linear([3.0]))
+    kinds = ["activation", "gradient", "input_gradient", "parameter_gradient"]
+    with hookstore.record(model, path, kinds=kinds, buffer_bytes=1 << 20) as recorder:
+        for batch in recorder.batches(range(2), epoch=0):
+            output = model(torch.ones(1, 1))
+            if batch:
+                output.sum().backward()
+                torch.optim.SGD(model[0].parameters(), lr=0.0).step()
+    with hookstore.open(path) as run:
+        assert run["0"].parameter_gradient[0, 1].tolist() == [[3.0]]
+        assert run["1"].gradient[0, 1].tolist() == [[1.0]]
+        for kind in ("gradient", "input_gradient"):
+            with pytest.raises(hookstore.MissingCaptureError, match="no gradient arrived"):
+                run["1"][kind][0, 0]
+        with pytest.raises(hookstore.MissingCaptureError, match="no optimizer's step had a gradient of it there"):
+            run["1"].parameter_gradient[0, 1]
+        with pytest.raises(hookstore.MissingCaptureError, match="epoch 0 has batches 1") as error:
+            run["1"].gradient[0, 7]
+        assert "no gradient arrived" not in str(error.value)

@@ -337,7 +337,7 @@ def test_frozen_layer_has_no_gradient_and_that_is_said(path):
     with hookstore.open(path) as run:
         assert (values(run["0"].activation, 0, 0), values(run["1"].activation, 0, 0)) == ([[6.0]], [[12.0]])
         assert values(run["1"].gradient, 0, 0) == [[1.0]]
-        with pytest.raises(hookstore.MissingCaptureError, match="this layer has activation"):
+        with pytest.raises(hookstore.MissingCaptureError, match="no gradient arrived: the layer is frozen"):
             run["0"].gradient[0, 0]
 
 
