@@ -196,7 +196,7 @@ class LayerHooks:
             if torch.is_grad_enabled():
                 self.watch(tuple(zip(plan.leaves, tensors, strict=True)), call)
             else:
-                remember(self, call)
+                self.look_for_graph(tuple(zip(plan.leaves, tensors, strict=True)), call)
 
     def take_output(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, kind: type) -> Call:
         """Take the tensors that a call returned, and return the call with the value's structure."""
@@ -287,6 +287,18 @@ class LayerHooks:
             if (kind, other.leaf, other.type) not in self._told and (other.leaf or not why_empty):
                 self._told.add((kind, other.leaf, other.type))
                 self.sink.skip_other(self.name, kind, call, other)
+
+    def look_for_graph(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
+        """Take what a call returned while gradients were off: its forward may have turned them on for itself, or a backward may run it again."""
+        made_here = [
+            (leaf, output)
+            for leaf, output in outputs
+            if output.requires_grad and output.grad_fn is not None and output.grad_fn._sequence_nr() >= call.sequence_nr
+        ]
+        if made_here:
+            self.watch(made_here, call)
+        else:
+            remember(self, call)
 
     def watch(self, outputs: Sequence[tuple[str, torch.Tensor]], call: Call) -> None:
         """Have the gradients of a call's outputs and inputs captured when they arrive."""
@@ -430,7 +442,7 @@ class _PostHook(InertCopy):
                 if torch.is_grad_enabled():
                     hooks.watch((("", output),), call)
                 else:
-                    remember(hooks, call)
+                    hooks.look_for_graph((("", output),), call)
         elif output is None and has_raised():
             hooks.break_off(call)
         else:

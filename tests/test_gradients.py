@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from small import linear, values
 from torch import nn
 
 import hookstore
@@ -18,17 +19,6 @@ BOTH = ("gradient", "input_gradient")
 
 def recording(model, path, **options):
     return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, "kinds": BOTH, **options})
-
-
-def linear(*rows):
-    weight = torch.tensor(rows)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = weight
-    return layer
-
-
-def values(captures, *where, **options):
-    return captures.get(*where, **options).tolist()
 
 
 @pytest.fixture
@@ -661,3 +651,33 @@ def test_what_did_not_arrive_is_said_and_never_zero(path):
         with pytest.raises(hookstore.MissingCaptureError, match="epoch 0 has batches 1") as error:
             run["1"].gradient[0, 7]
         assert "no gradient arrived" not in str(error.value)
+
+
+class Forces(nn.Module):
+    """Needs gradients whatever its caller says, as models of forces do."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = linear([3.0])
+
+    @torch.enable_grad()
+    def forward(self, places):
+        places = places.detach().requires_grad_()
+        energy = self.energy(places * places)
+        return energy, torch.autograd.grad(energy.sum(), places, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("caller", [torch.no_grad, torch.enable_grad])
+def test_a_forward_that_turns_gradients_on_for_itself(path, caller):
+    model = Forces()
+    with recording(model, path, layers=["", "energy"], kinds=["activation", "gradient"]) as recorder, recorder.at(epoch=0, batch=0):
+        with caller():
+            energy, forces = model(torch.full((1, 1), 5.0))
+        (7 * energy + 2 * forces).sum().backward()
+    with hookstore.open(path) as run:
+        assert values(run[""].activation, 0, 0, leaf="1") == [[30.0]]
+        assert values(run[""].gradient, 0, 0, leaf="0") == [[7.0]]
+        assert values(run[""].gradient, 0, 0, leaf="1") == [[2.0]]
+        assert values(run["energy"].gradient, 0, 0, backward=0) == [[1.0]]
+        with pytest.warns(hookstore.CaptureWarning, match="captured 2 times"):
+            assert values(run["energy"].gradient, 0, 0) == [[7.0]]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from small import linear, recording, values
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -23,21 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import hookstore
 
 BOTH = ("activation", "gradient")
-
-
-def recording(model, path, **options):
-    return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
-
-
-def linear(*rows):
-    weight = torch.tensor(rows)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = weight
-    return layer
-
-
-def values(captures, *where, **options):
-    return captures.get(*where, **options).tolist()
 
 
 @pytest.fixture

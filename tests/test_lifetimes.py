@@ -15,6 +15,7 @@ import weakref
 
 import pytest
 import torch
+from small import recording
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim.swa_utils import AveragedModel
@@ -22,10 +23,6 @@ from torch.optim.swa_utils import AveragedModel
 import hookstore
 
 KINDS = ("activation", "gradient", "input", "parameter")
-
-
-def recording(model, path, **options):
-    return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
 
 
 @pytest.fixture

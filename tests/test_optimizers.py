@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from small import values
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
@@ -32,10 +33,6 @@ def linear(value):
 def rows(captures):
     names = ("epoch", "batch", "call", "step", "leaf", "status")
     return sorted(tuple(row[name] for name in names) for row in captures.rows.to_pylist())
-
-
-def values(captures, *where, **options):
-    return captures.get(*where, **options).tolist()
 
 
 def step(model, optimizer, scale=1.0):

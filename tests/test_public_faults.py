@@ -19,6 +19,7 @@ import weakref
 
 import pytest
 import torch
+from small import linear
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -39,13 +40,6 @@ def path(tmp_path):
 
 def record(model, path, **options):
     return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
-
-
-def linear(*rows):
-    weight = torch.tensor(rows)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = weight
-    return layer
 
 
 class Call(nn.Module):

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from small import linear, values
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -29,17 +30,6 @@ def recording(model, path, **options):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run"
-
-
-def linear(*rows):
-    weight = torch.tensor(rows)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = weight
-    return layer
-
-
-def values(captures, *where, **options):
-    return captures.get(*where, **options).tolist()
 
 
 class LookAlike(torch.autograd.Function):

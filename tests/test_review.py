@@ -6,15 +6,12 @@ import warnings
 
 import pytest
 import torch
+from small import recording
 from torch import nn
 
 import hookstore
 from hookstore.structure import branches, decode
 from hookstore.values import _keys
-
-
-def recording(model, path, **options):
-    return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
 
 
 @pytest.fixture

@@ -7,14 +7,11 @@ import warnings
 
 import pytest
 import torch
+from small import recording
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookstore
-
-
-def recording(model, path, **options):
-    return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from small import linear, recording
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize
@@ -19,17 +20,6 @@ from hookstore.selection import select_layers
 from hookstore.wrappers import type_name, unwrap
 
 BOTH = ("activation", "gradient")
-
-
-def recording(model, path, **options):
-    return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, **options})
-
-
-def linear(*rows):
-    weight = torch.tensor(rows)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = weight
-    return layer
 
 
 def names(model, layers=None):
