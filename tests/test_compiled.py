@@ -609,7 +609,7 @@ class AroundBlocks(nn.Module):
         return inputs
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_many_blocks_of_one_class_that_are_compiled_one_by_one(tmp_path, fullgraph):
     def make():
         return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)])

@@ -861,10 +861,10 @@ def runs(tmp_path_factory):
 
 
 def test_nothing_that_becomes_of_a_run_does_harm(runs):
-    """Twenty seconds of what ``python tests/fuzz.py`` does for longer."""
-    findings = fuzz.fuzz(runs, seed=random.randrange(2**32), num_mutants=10_000, seconds=20)
+    """Ten seconds of what ``python tests/fuzz.py`` does for longer."""
+    findings = fuzz.fuzz(runs, seed=random.randrange(2**32), num_mutants=10_000, seconds=10)
     assert not findings.problems, "\n".join(findings.problems)
-    assert findings.num_mutants > 20
+    assert findings.num_mutants > 10
     assert findings.outcomes["partly"] > 0, findings
 
 

@@ -959,7 +959,7 @@ def test_verification_while_shards_are_sealed(path, tiny_shards):
     try:
         while not (path / "run.json").exists() or not list(path.glob("manifest/*.parquet")):
             time.sleep(0.01)
-        found = [hookstore.verify(path) for _ in range(15)]
+        found = [hookstore.verify(path) for _ in range(6)]
     finally:
         stop.set()
         thread.join()
