@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import itertools
 import json
@@ -55,10 +56,15 @@ def record(path, batches, *, value=0.0, dead=False, model=None, **options):
     path = Path(path)
     options = {"buffer_bytes": 1 << 20, "mode": "a", **options}
     recorder = hookstore.record(model, path, **options)
-    for batch in batches:
-        recorder.at(epoch=0, batch=batch)
-        model(batch + value)
-    recorder.flush()
+    try:
+        for batch in batches:
+            recorder.at(epoch=0, batch=batch)
+            model(batch + value)
+        recorder.flush()
+    except BaseException as failure:  # which the writer's thread has raised, and still has the lock for a moment
+        with contextlib.suppress(type(failure)):
+            recorder.close()
+        raise
     if dead:
         killed = path.with_name(path.name + ".killed")
         shutil.copytree(path, killed)
