@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hookstore.compiled import Taps, trace_tick
 from hookstore.compiler import discard, follow, has_compiled, meet_compiler
 from hookstore.errors import CaptureWarning
 from hookstore.hooks import InertCopy, LayerHooks, is_traced
-from hookstore.optimizers import OptimizerHooks
+from hookstore.optimizers import OptimizerHooks, weakly
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.swaps import ModuleNames
@@ -68,7 +68,7 @@ class ModelHooks:
         self._first_name, first = next((item for item in models.items() if id(item[1]) not in parts), next(iter(models.items())))
         self._model = weakref.ref(unwrap(first))
         self._sink = sink
-        self._taps = Taps(_weakly(self))
+        self._taps = Taps(weakly(self.tick_inside))
         self._layers = [LayerHooks(layer, of_calls, sink, self._taps) for layer in selected] if of_calls else []
         self._names = ModuleNames(models)
         self.uncalled = UncalledLayers([layer.name for layer in self._layers], kinds, sink, self._likely_causes)
@@ -139,7 +139,7 @@ class ModelHooks:
         self._install(wanted=wanted)
         self._taps.turn(on=wanted)
 
-    def tick_inside(self, *, is_watched: bool) -> None:
+    def tick_inside(self, is_watched: bool) -> None:  # noqa: FBT001  # as operators call it
         """Go on to the next batch: a compiled graph is calling the root module.
 
         Which graph that is was decided before it ran, and so is now for the next: that of the root module's next call, or of another call in this batch.
@@ -259,15 +259,3 @@ class ModelHooks:
             self._tick_handle = None
         self._names.remove()
         self._optimizers.remove()
-
-
-def _weakly(hooks: ModelHooks) -> Callable[[bool], None]:
-    """Return what ticks the hooks' clock from inside a compiled graph, as long as they live."""
-    reference = weakref.ref(hooks)
-
-    def tick(is_watched: bool) -> None:  # noqa: FBT001
-        alive = reference()
-        if alive is not None:
-            alive.tick_inside(is_watched=is_watched)
-
-    return tick

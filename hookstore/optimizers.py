@@ -249,7 +249,7 @@ def _reads_after(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Call a method as long as its object is there: torch keeps these hooks for the whole process."""
+    """Call a method as long as its object is there: what keeps such hooks, torch or the operators, does so for the whole process."""
     reference = weakref.WeakMethod(method)
 
     def hook(*arguments: Any) -> None:

@@ -120,16 +120,16 @@ def record(
 ) -> Recorder:
     """Record a model's activations and gradients into a new run while it trains.
 
-    The model computes the very same values with and without recording. Use the recorder as a context manager; on exit every capture is durable and the
-    model has no hooks left.
+    In eager mode the model computes the very same values with and without recording; compiled models, and encoder layers whose fused path must give way,
+    within the bounds that the README states. Use the recorder as a context manager; on exit every capture is durable and the model has no hooks left.
 
     Parameters
     ----------
     model : torch.nn.Module, or mapping of str to torch.nn.Module
         The root module, on the CPU or on CUDA devices. It may be compiled, before or after. Several models are recorded into one run under the names that a
-        mapping gives them:
-        with ``{"generator": g, "discriminator": d}`` the layers are ``generator.0``, ``discriminator.0``, … and the roots ``generator`` and
-        ``discriminator``. Without a clock set, each call of the first is the next batch; the phase is ``"train"`` while any of them is in training mode.
+        mapping gives them: with ``{"generator": g, "discriminator": d}`` the layers are ``generator.0``, ``discriminator.0``, … and the roots
+        ``generator`` and ``discriminator``. Without a clock set, each call of the first is the next batch; the phase is ``"train"`` while any of them is
+        in training mode.
     path : path-like
         Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``. Under ``torch.distributed`` each rank needs its own.
     layers : str, re.Pattern, type, callable, or iterable of these, optional

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 import torch._dynamo.utils
+from small import Adapter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -430,14 +431,6 @@ def test_calls_of_a_batch_after_the_one_that_moves_the_clock(tmp_path, every):
 
 
 def wrap(model):
-    class Adapter(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-
-        def forward(self, inputs):
-            return self.base(inputs) + 100
-
     model[0] = Adapter(model[0])
 
 
@@ -779,6 +772,33 @@ def test_cuda_graphs_are_refused(path):
         warnings.simplefilter("ignore")
         with recording(model, path):
             torch.compile(model, mode="reduce-overhead")(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_input_gradients_of_a_compiled_model_are_refused_by_rows(path, backend):
+    """The other kinds are there, and what an optimizer steps with, which is read outside of the graph, too."""
+    model = small()
+    compiled_model = torch.compile(model, backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kinds = ("gradient", "input_gradient", "parameter_gradient")
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="input_gradient of layer .* cannot be told from others'"),
+        recording(model, path, kinds=kinds) as recorder,
+    ):
+        for _ in recorder.batches(range(2), epoch=0):
+            compiled_model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+            optimizer.step()
+            parameter_gradient = model[0].weight.grad.clone()
+            optimizer.zero_grad()
+    with hookstore.open(path) as run:
+        for layer in run.layers:
+            for batch in range(2):
+                assert run[layer].gradient[0, batch].shape[0] == 3
+                with pytest.raises(
+                    hookstore.MissingCaptureError, match="was skipped: the module is compiled, and in a compiled graph its own share"
+                ):
+                    run[layer].input_gradient[0, batch]
+        assert torch.equal(run[run.layers[0]].parameter_gradient.tensor(0, 1, leaf="weight"), parameter_gradient)
 
 
 @pytest.mark.parametrize("around", ["backward", "all"])

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from small import linear, recording
+from small import Adapter, linear, recording
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize
@@ -432,14 +432,6 @@ def test_names_follow_modules_that_stay_in_the_model_elsewhere(path, change, exp
 
 
 def test_a_layer_that_is_wrapped_by_a_new_one_gives_its_name_to_it(path):
-    class Adapter(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-
-        def forward(self, inputs):
-            return self.base(inputs) + 100
-
     model = nn.Sequential(linear([2.0]))
     with pytest.warns(hookstore.CaptureWarning, match="another module now, a Adapter"), recording(model, path, kinds=BOTH):
         model(torch.ones(1, 1)).sum().backward()
