@@ -27,6 +27,7 @@ from hookstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from hookstore.capture import Capture
     from hookstore.captures import Captures, LayerRun
     from hookstore.joined import NestedArray, QuantizedArray, SparseArray
     from hookstore.recorder import Progress, Recorder, record
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Arguments",
+    "Capture",
     "CaptureWarning",
     "Captures",
     "ClockError",
@@ -80,6 +82,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Capture": "hookstore.capture",
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",

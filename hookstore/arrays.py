@@ -344,6 +344,8 @@ def array_metadata(spec: ArraySpec, extents: tuple[int, ...], dimension_names: l
         "leaf": spec.leaf,
         "torch_dtype": spec.dtype,
         "rank": spec.rank,
+        **({"select": spec.portion} if spec.portion else {}),
+        **({"dims": list(spec.dims)} if spec.dims else {}),
     }
     checked = _checked_array(spec.dtype, spec.shard_shape, spec.chunk_shape, spec.codec)
     shape = [*leading, *spec.chunk_shape]

@@ -19,13 +19,13 @@ from hookstore.compiler import discard, follow, has_compiled, meet_compiler
 from hookstore.errors import CaptureWarning
 from hookstore.hooks import InertCopy, LayerHooks, is_traced
 from hookstore.optimizers import OptimizerHooks, weakly
-from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.swaps import ModuleNames
 from hookstore.uncalled import UncalledLayers, likely_cause
 from hookstore.wrappers import unwrap
 
 _graph_task = torch._C._current_graph_task_id
+_NONE: frozenset[str] = frozenset()
 _is_compiling, _is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
 
 
@@ -53,32 +53,32 @@ class ModelHooks:
     ----------
     models : mapping
         The models by name, one alone under ``""``; referred to weakly. Calls of the first move the automatic clock.
-    layers : iterable of Layer
-        What is recorded.
-    kinds : iterable of str
-        What to capture of each.
     sink : Sink
-        Where it goes.
+        Where it goes; what is captured of which layers its clock's agenda says.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], layers: Iterable[Layer], kinds: Iterable[str], sink: Sink) -> None:
-        selected, kinds = list(layers), list(kinds)
-        of_calls = [kind for kind in kinds if kind != "parameter_gradient"]
+    def __init__(self, models: Mapping[str, nn.Module], sink: Sink) -> None:
+        agenda = sink.clock.agenda
+        selected = agenda.layers
+        kinds = {layer.name: agenda.kinds_of(layer.name) for layer in selected}
+        of_calls = {name: [kind for kind in of_layer if kind != "parameter_gradient"] for name, of_layer in kinds.items()}
         parts = {id(part) for model in models.values() for part in model.modules() if part is not model}
         self._first_name, first = next((item for item in models.items() if id(item[1]) not in parts), next(iter(models.items())))
         self._model = weakref.ref(unwrap(first))
         self._sink = sink
         self._taps = Taps(weakly(self.tick_inside))
-        self._layers = [LayerHooks(layer, of_calls, sink, self._taps) for layer in selected] if of_calls else []
+        self._layers = [LayerHooks(layer, of_calls[layer.name], sink, self._taps) for layer in selected if of_calls[layer.name]]
         self._names = ModuleNames(models)
-        self.uncalled = UncalledLayers([layer.name for layer in self._layers], kinds, sink, self._likely_causes)
+        self.uncalled = UncalledLayers({layer.name: kinds[layer.name] for layer in self._layers}, sink, self._likely_causes)
         self._around = AroundLayers(models, selected, self.uncalled, sink, self._on_call)
-        self._state: tuple[bool, bool] | None = None  # whether this batch is recorded, and whether calls of the first model have a hook
+        # which layers are recorded in this batch (None for all), and whether calls of the first model have a hook
+        self._state: tuple[frozenset[str] | None, bool] | None = None
         self._tick_hook = _TickHook(self, self._taps)
         self._tick_handle: RemovableHandle | None = None
         self._is_removed = False
         self._is_pinned = False
-        self._optimizers = OptimizerHooks(models, selected if "parameter_gradient" in kinds else (), sink, sink.scaler)
+        stepped = [layer for layer in selected if "parameter_gradient" in kinds[layer.name]]
+        self._optimizers = OptimizerHooks(models, stepped, sink, sink.scaler)
         discard()
         follow(self)
 
@@ -92,7 +92,7 @@ class ModelHooks:
         if self._names.is_stale:
             self._follow_swaps()
         is_listening = self._listens
-        self._install(wanted=clock.may_record and not (clock.is_automatic and self._is_encoder_layer))
+        self._install(wanted=_NONE if clock.is_automatic and self._is_encoder_layer else clock.layers_wanted)
         self._taps.turn(on=clock.is_due_next if clock.is_automatic else clock.may_record)
         if is_listening and self._tick_handle is None:
             self._tick_handle = self._register_tick()
@@ -132,12 +132,13 @@ class ModelHooks:
         clock = self._sink.clock
         self._meet_compiler()
         clock.tick()
-        wanted = clock.here() is not None
+        here = clock.here()
+        is_wanted = here is not None
         self._optimizers.turn()
-        if self._names.is_stale or (wanted and self._names.look()):
+        if self._names.is_stale or (is_wanted and self._names.look()):
             self._follow_swaps()
-        self._install(wanted=wanted)
-        self._taps.turn(on=wanted)
+        self._install(wanted=_NONE if here is None or here.due is None else here.due.of_calls)
+        self._taps.turn(on=is_wanted)
 
     def tick_inside(self, is_watched: bool) -> None:  # noqa: FBT001  # as operators call it
         """Go on to the next batch: a compiled graph is calling the root module.
@@ -168,7 +169,8 @@ class ModelHooks:
             discard()
             self.pin()
 
-    def _install(self, *, wanted: bool) -> None:
+    def _install(self, *, wanted: frozenset[str] | None) -> None:
+        """Have hooks on the layers of these names (``None`` for all)."""
         state = (wanted, self._listens)
         if state == self._state:
             return
@@ -177,17 +179,17 @@ class ModelHooks:
         with contextlib.nullcontext() if budget is None else budget.measured():
             self._install_each(wanted=wanted)
 
-    def _install_each(self, *, wanted: bool) -> None:
+    def _install_each(self, *, wanted: frozenset[str] | None) -> None:
         for layer in self._layers:
-            if wanted or (
-                layer.name == self._first_name and self._sink.clock.is_automatic
-            ):  # torch lists the root's hooks before the clock ticks
+            # (torch lists the root's hooks before the clock ticks)
+            is_ticking_root = layer.name == self._first_name and self._sink.clock.is_automatic
+            if wanted is None or layer.name in wanted or is_ticking_root:
                 layer.install()
             elif layer.is_installed:
                 if not self._is_pinned:
                     layer.remove()
                 layer.forget()
-        if wanted or self._is_pinned:
+        if wanted is None or wanted or self._is_pinned:
             self._around.install()
         else:
             self._around.remove()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookstore.clock import Clock
 from hookstore.errors import CaptureWarning
 from hookstore.hooks import InertCopy, is_traced
-from hookstore.schedule import Clock
 from hookstore.wrappers import NamedModule
 
 

@@ -29,6 +29,7 @@ WRITING_SUFFIX = ".writing"  # files that are about to take the place of others;
 
 KINDS = ("activation", "gradient", "input", "input_gradient", "parameter", "parameter_gradient")
 SCALED_KINDS = ("gradient", "input_gradient")  # what a GradScaler multiplies; the optimizer sees parameters' gradients without
+OF_BATCH = ("annotation", "loss")  # kinds of what belongs to a batch and to no layer; filed under the root's name
 PHASES = ("train", "eval")
 LARGEST_COORDINATE = 2**40  # epochs and batches: what every Zarr reader takes as an extent
 
@@ -82,6 +83,8 @@ class Row(NamedTuple):
     status: str
     reason: str
     structure: str = ""
+    portion: str = ""
+    statistics: Any = None
 
 
 # Column, Arrow type, meaning. The order is that of Row.
@@ -100,7 +103,8 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     (
         "kind",
         "string",
-        "`activation`, `gradient`, `input`, `input_gradient`, `parameter` or `parameter_gradient`; empty in a row that stands for a whole batch",
+        "`activation`, `gradient`, `input`, `input_gradient`, `parameter` or `parameter_gradient`; `annotation` or `loss` of a batch; empty in a row that "
+        "stands for a whole batch",
     ),
     ("leaf", "string", "path inside a nested value, or the parameter's name; empty for a plain tensor"),
     ("rank", "int32", "rank of the recording process"),
@@ -122,8 +126,9 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     (
         "status",
         "string",
-        "`ok`, `dropped` (no room), `skipped` (not a tensor to store, or no time for the batch) or `lost` (in a power failure); for a whole batch also "
-        "`partial` (cut short) and `stopped` (recording ended there, for `max_bytes`)",
+        "`ok`, `summarized` (statistics alone), `dropped` (no room), `skipped` (not a tensor to store, or no time for the batch) or `lost` (in a power "
+        "failure); for a whole batch also `partial` (cut short), `stopped` (recording ended there, for `max_bytes`) and `fired` (a trigger of the flight "
+        "recorder)",
     ),
     ("reason", "string", "why the status is not `ok`"),
     (
@@ -133,7 +138,27 @@ MANIFEST_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
-STATUSES = ("ok", "dropped", "skipped", "lost", "partial", "stopped")
+SUMMARIZED = "only its statistics are stored"  # reason of the rows with status "summarized"
+
+# Columns that only runs have in which something of that kind was asked for; in other runs' files they are not there at all.
+PORTION_COLUMN = (
+    "portion",
+    "string",
+    "which part of the tensor was kept by `select`, such as `sample[:8], token[[-1]]` or `module.function()`; empty for all of it",
+)
+STATISTICS_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("mean", "float64", "mean of the finite values (of a complex tensor: of their moduli, here and below); null where there are none"),
+    ("std", "float64", "their standard deviation, of the population (`ddof=0`)"),
+    ("min", "float64", "the smallest of them"),
+    ("max", "float64", "the largest of them"),
+    ("absmax", "float64", "their largest absolute value"),
+    ("l2", "float64", "their L2 norm: the square root of the sum of squares"),
+    ("zeros", "float64", "share of zeros among all elements; null for an empty tensor"),
+    ("nan", "int64", "how many elements are NaN; null where no statistics were asked for"),
+    ("inf", "int64", "how many elements are infinite"),
+)
+
+STATUSES = ("ok", "summarized", "dropped", "skipped", "lost", "partial", "stopped", "fired")
 
 _SEGMENT_PATTERN = re.compile(r"r(\d+)-a(\d+)-(\d+)\.journal")
 _PART_PATTERN = re.compile(r"r(\d+)-a(\d+)-(\d+)-([0-9a-f]{8})\.parquet")
@@ -313,6 +338,7 @@ def array_name(
     *,
     leaf: str = "",
     phase: str = "train",
+    portion: str = "",
     dtype: str = "",
     chunk: tuple[int, ...] | None = None,
     calls: bool = False,
@@ -320,16 +346,18 @@ def array_name(
 ) -> str:
     """Name an array inside its layer's group.
 
-    The plain case is the kind alone. What differs from it follows after dots, in this order: the leaf, ``eval``, the dtype and the size class (only
-    where the layer's first capture of that leaf had another one), ``calls`` for calls from 1 on, the rank. A leaf that could be taken for one of these
-    is marked with ``~``.
+    The plain case is the kind alone. What differs from it follows after dots, in this order: the leaf, ``eval``, the portion's token (``@…``), the dtype
+    and the size class (only where the layer's first capture of that leaf and portion had another one), ``calls`` for calls from 1 on, the rank. A leaf that
+    could be taken for one of these is marked with ``~``.
     """
     tokens = [kind]
     for token in leaf.split(".") if leaf else ():
-        clashes = token == "" or token[0] == "~" or token in DTYPES or _RESERVED_LEAF.fullmatch(token)
+        clashes = token == "" or token[0] in "~@" or token in DTYPES or _RESERVED_LEAF.fullmatch(token)
         tokens.append(f"~{token}" if clashes else token)
     if phase != "train":
         tokens.append(phase)
+    if portion:
+        tokens.append(portion)
     if dtype:
         tokens.append(dtype)
     if chunk is not None:
@@ -425,6 +453,10 @@ class ArraySpec:
         Rank of the recording process, its only writer.
     codec : str or None
         The compressor as canonical JSON (Zarr v3 codec metadata).
+    portion : str
+        Text of the part of each tensor that is kept; see `hookstore.portion`.
+    dims : tuple of str
+        Names that the user gave to the tensor's axes, the first ones of them; empty where none.
     """
 
     layer: str
@@ -437,6 +469,8 @@ class ArraySpec:
     shard_shape: tuple[int, ...]
     rank: int = 0
     codec: str | None = None
+    portion: str = ""
+    dims: tuple[str, ...] = ()
 
     @property
     def calls(self) -> bool:

@@ -79,7 +79,7 @@ class LayerHooks:
     layer : Layer
         The layer; its module is referred to weakly.
     kinds : iterable of str
-        What to capture.
+        What is ever captured of it.
     sink : Sink
         Where it goes.
     taps : Taps
@@ -91,11 +91,9 @@ class LayerHooks:
         self.names = (layer.name, *layer.aliases[: layer.num_names - 1])
         self.sink = sink
         self.kinds = frozenset(kinds)
-        self.takes_activation = "activation" in self.kinds
         self.takes_output_gradient = "gradient" in self.kinds
         self.takes_input_gradient = "input_gradient" in self.kinds
         self.takes_gradient = self.takes_output_gradient or self.takes_input_gradient
-        self.takes_arguments = not self.kinds.isdisjoint(("input", "input_gradient", "parameter"))
         self.calls = _Calls()
         self.was_called = False
         self.is_left_out = False
@@ -148,7 +146,8 @@ class LayerHooks:
         here = clock.here()
         if not self.is_left_out and here is not None:
             self.is_left_out = True
-            for kind in sorted(self.kinds):
+            due = here.due.layers.get(self.name) if here.due is not None else None
+            for kind in sorted(self.kinds & due.takes.keys()) if due is not None else ():
                 self.sink.skip_value(self.name, kind, Call(here, 0, clock.step, 0), reason, topic=reason)
 
     def begin(self) -> Call | None:
@@ -157,8 +156,9 @@ class LayerHooks:
         sink = self.sink
         clock = sink.clock
         coordinates = clock.here() if sink.is_active and not is_traced() else None
-        if coordinates is None or _graph_task() != -1:  # the latter: activation checkpointing computes it again
-            stack.append(None)
+        due = coordinates.due if coordinates is not None else None
+        if coordinates is None or due is None or self.name not in due.of_calls or _graph_task() != -1:
+            stack.append(None)  # (in a backward activation checkpointing computes it again)
             return None
         if stack and (stack[-1] is None or stack[-1].coordinates is not coordinates):
             self._clear(stack)
@@ -167,7 +167,9 @@ class LayerHooks:
             counter = coordinates.calls.setdefault(self.name, itertools.count())
         self.was_called = True
         # (next is atomic: replicas of a module run on several threads)
-        call = tuple.__new__(Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan))  # half the time of Call(…)
+        call = tuple.__new__(  # half the time of Call(…)
+            Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan, due.layers[self.name])
+        )
         stack.append(call)
         return call
 
@@ -192,7 +194,7 @@ class LayerHooks:
         """Take what a call returned, where that is not one plain tensor."""
         tensors, plan = flatten(output)
         call = self.take_output(tensors, plan, call, type(output))
-        if self.takes_gradient:
+        if call.due is not None and call.due.gradient:
             if torch.is_grad_enabled():
                 self.watch(tuple(zip(plan.leaves, tensors, strict=True)), call)
             else:
@@ -201,7 +203,7 @@ class LayerHooks:
     def take_output(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, kind: type) -> Call:
         """Take the tensors that a call returned, and return the call with the value's structure."""
         call = self.of_value(plan, call)
-        if self.takes_activation:
+        if call.due is not None and call.due.activation:
             for leaf, tensor in zip(plan.leaves, tensors, strict=True):
                 self.sink.put(self.name, "activation", leaf, tensor, call)
             if plan.others or not tensors:
@@ -216,7 +218,8 @@ class LayerHooks:
             calls.noted.pop()  # left behind by a call that was broken off
         inputs: list[Input] = []
         structure = 0
-        if self.takes_input_gradient and torch.is_grad_enabled():
+        is_wanted = self.takes_input_gradient if call is None or call.due is None else call.due.input_gradient
+        if is_wanted and torch.is_grad_enabled():
             tensors, plan = flatten_arguments(args, kwargs)
             leaves = [(leaf, tensor) for leaf, tensor in zip(plan.leaves, tensors, strict=True) if tensor.requires_grad]
             inputs = note_inputs(leaves)
@@ -253,9 +256,11 @@ class LayerHooks:
             outputs = list(zip(plan.leaves, tensors, strict=True))
             backward = Backwards(repeated.backward)
             self._forget_others(outputs, call)
-            if self.takes_output_gradient:
+            due = call.due
+            if due is None or due.output_gradient:
                 self._watch_outputs(outputs, call, backward)
-            self._watch_inputs(noted, outputs, call, backward)
+            if due is None or due.input_gradient:
+                self._watch_inputs(noted, outputs, call, backward)
 
     def see_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
         """Take what the module is called with."""
@@ -265,6 +270,8 @@ class LayerHooks:
     def take_arguments(self, tensors: Sequence[torch.Tensor], plan: Plan, call: Call, *, are_there_any: bool) -> None:
         """Take the tensors that the module is called with."""
         call = self.of_value(plan, call)
+        if call.due is None or not call.due.input:
+            return
         for leaf, tensor in zip(plan.leaves, tensors, strict=True):
             self.sink.put(self.name, "input", leaf, tensor, call)
         if plan.others or (not tensors and are_there_any):
@@ -274,7 +281,7 @@ class LayerHooks:
         """Return the call as the leaves of a value carry it, with the value's structure."""
         if not plan.text:
             return call
-        return tuple.__new__(Call, (*call[:4], self.sink.structure(plan.text), call.scale))  # a third of the time of _replace
+        return tuple.__new__(Call, (*call[:4], self.sink.structure(plan.text), *call[5:]))  # a third of the time of _replace
 
     def tell(self, kind: str, plan: Plan, call: Call, why_empty: str) -> None:
         """Note what is not stored of a value, or why there is nothing at all, the first time that it is seen."""
@@ -304,11 +311,12 @@ class LayerHooks:
         """Have the gradients of a call's outputs and inputs captured when they arrive."""
         if self.watches and self.watches[0].coordinates is not call.coordinates:
             self._forget_others(outputs, call)
-        if not self.takes_input_gradient:
+        due = call.due
+        if due is None or not due.input_gradient:
             self._watch_outputs(outputs, call, Backwards(0) if len(outputs) > 1 else 0)
         else:
             backward = Backwards(0)
-            if self.takes_output_gradient:
+            if due.output_gradient:
                 self._watch_outputs(outputs, call, backward)
             noted = self._noted()
             if noted is not None and noted.inputs:
@@ -405,14 +413,15 @@ class _PreHook(InertCopy):
                 with torch._C.DisableTorchFunction():
                     hooks.note(args, kwargs or {}, None)
             return
-        if not hooks.takes_arguments:
+        due = call.due
+        if due is None or not due.arguments:
             return
         with torch._C.DisableTorchFunction():  # a user's mode or tensor subclass must not see what we do
-            if hooks.takes_input_gradient:
+            if due.input_gradient:
                 hooks.note(args, kwargs or {}, call)
-            if "input" in hooks.kinds:
+            if due.input:
                 hooks.see_arguments(args, kwargs or {}, call)
-            if "parameter" in hooks.kinds:
+            if due.parameter:
                 for name, parameter in own_parameters(module):
                     hooks.sink.put(hooks.name, "parameter", name, parameter, call)
 
@@ -436,9 +445,12 @@ class _PostHook(InertCopy):
                 hooks.see_again(output)
             return
         if type(output) is torch.Tensor and not torch._C._len_torch_function_stack():  # the usual case, as short as can be
-            if hooks.takes_activation:
+            due = call.due
+            if due is None:
+                return
+            if due.activation:
                 hooks.sink.put(hooks.name, "activation", "", output, call)
-            if hooks.takes_gradient:
+            if due.gradient:
                 if torch.is_grad_enabled():
                     hooks.watch((("", output),), call)
                 else:

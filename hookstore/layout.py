@@ -6,10 +6,13 @@ import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from hookstore.agenda import WHOLE, LayerDue, Take
+from hookstore.clock import Coordinates
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
     CRC_BYTES,
@@ -22,7 +25,7 @@ from hookstore.format import (
     shard_shape,
     size_class,
 )
-from hookstore.schedule import Coordinates
+from hookstore.portion import token_of
 
 if TYPE_CHECKING:
     from hookstore.staging import Region
@@ -43,6 +46,8 @@ class Array:
         Taken from ``spec`` once, as are ``itemsize``, ``chunk_bytes`` and ``stride_bytes``.
     element_strides : tuple of int
         Strides of a chunk in elements.
+    stats : str
+        Whether statistics of its captures are wanted; as in `hookstore.agenda.Take`. There may be several of these for one array on disk.
     is_small : bool
         Whether its captures are copied at once, where that is possible; see `hookstore.staging.Stager.stage_small`.
     region : Region or None
@@ -63,11 +68,13 @@ class Array:
         "region",
         "region_bytes",
         "spec",
+        "stats",
         "stride_bytes",
     )
 
-    def __init__(self, spec: ArraySpec) -> None:
+    def __init__(self, spec: ArraySpec, stats: str = "") -> None:
         self.spec = spec
+        self.stats = stats
         self.path = spec.path
         self.itemsize = DTYPES[spec.dtype].itemsize
         self.element_strides = tuple(math.prod(spec.chunk_shape[axis + 1 :]) for axis in range(len(spec.chunk_shape)))
@@ -101,6 +108,8 @@ class Call(NamedTuple):
         Which structure the value has whose leaves are captured; see `hookstore.staging.Stager.structures`.
     scale : float or torch.Tensor
         Loss scale that a gradient carries, as a tensor of one float32 where it is on a device; NaN for none.
+    due : LayerDue or None
+        What is recorded of the layer there.
     """
 
     coordinates: Coordinates
@@ -109,10 +118,11 @@ class Call(NamedTuple):
     sequence_nr: int
     structure: int = 0
     scale: float | torch.Tensor = math.nan
+    due: LayerDue | None = None
 
 
 @dataclass(slots=True)
-class Capture:
+class Draft:
     """One tensor on its way to disk: everything that its manifest row needs and that only the hook knows.
 
     Not frozen: the stager fills in array, status and reason, once, before it hands the capture over.
@@ -137,6 +147,10 @@ class Capture:
         As in `Call`.
     scale : float or torch.Tensor
         As in `Call`.
+    take : Take
+        In which form it is taken.
+    statistics : numpy.ndarray or None
+        Its statistics, where they are known before it is handed over; `hookstore.statistics.STATISTICS_DTYPE`.
     """
 
     layer: str
@@ -154,6 +168,8 @@ class Capture:
     reason: str = ""
     structure: int = 0
     scale: float | torch.Tensor = math.nan
+    take: Take = WHOLE
+    statistics: np.ndarray[Any, Any] | None = None
 
 
 class ArrayCatalog:
@@ -161,68 +177,56 @@ class ArrayCatalog:
 
     Parameters
     ----------
-    every : int
-        One batch in so many is recorded.
     num_epochs : int or None
         Epochs of the run, where known.
     rank : int
         Rank of this process.
-    codec : dict
-        For each dtype the codec of its arrays as canonical JSON, or ``None``.
     stored : iterable of ArraySpec
         Arrays that the run has already; captures that fit go on there, with the codec that such an array has.
     """
 
-    def __init__(
-        self, *, every: int, num_epochs: int | None, rank: int, codec: dict[str, str | None], stored: Iterable[ArraySpec] = ()
-    ) -> None:
-        self._every = every
+    def __init__(self, *, num_epochs: int | None, rank: int, stored: Iterable[ArraySpec] = ()) -> None:
         self._num_epochs = num_epochs
         self._rank = rank
-        self._codec = codec
         self._lock = threading.Lock()
         self._by_shape: dict[tuple[object, ...], Array] = {}
-        self._by_group: dict[tuple[str, str, str, str, bool], list[Array]] = {}
+        self._by_group: dict[tuple[str, str, str, str, str, bool], list[ArraySpec]] = {}
+        self._arrays: dict[tuple[str, str], Array] = {}
         for spec in stored:
             if spec.rank == rank:
-                siblings = self._by_group.setdefault((spec.layer, spec.kind, spec.leaf, spec.phase, spec.calls), [])
+                siblings = self._by_group.setdefault((spec.layer, spec.kind, spec.leaf, spec.phase, spec.portion, spec.calls), [])
                 # The first capture's array has the plain name; the names of the others say in what they differ from it.
-                plain = array_name(spec.kind, leaf=spec.leaf, phase=spec.phase, calls=spec.calls, rank=rank)
-                siblings.insert(0 if spec.name == plain else len(siblings), Array(spec))
+                plain = array_name(spec.kind, leaf=spec.leaf, phase=spec.phase, portion=token_of(spec.portion), calls=spec.calls, rank=rank)
+                siblings.insert(0 if spec.name == plain else len(siblings), spec)
 
-    def find(
-        self, layer: str, kind: str, leaf: str, dtype: str, phase: str, shape: tuple[int, ...], *, calls: bool, epoch_batches: int | None
-    ) -> Array:
-        """Return the array for a capture of that shape (which has at least one element)."""
-        key = (layer, kind, leaf, dtype, phase, shape, calls)
+    def find(self, draft: Draft, *, epoch_batches: int | None) -> Array:
+        """Return the array for a capture (which has at least one element)."""
+        phase, take = draft.coordinates.phase, draft.take
+        key = (draft.layer, draft.kind, draft.leaf, draft.dtype, phase, draft.shape, draft.call > 0, take.text, take.stats)
         array = self._by_shape.get(key)
         if array is None:
             with self._lock:
-                array = self._by_shape.get(key) or self._place(layer, kind, leaf, dtype, phase, shape, calls, epoch_batches)
-                self._by_shape[key] = array
+                array = self._by_shape.get(key)
+                if array is None:
+                    spec = self._place(draft, epoch_batches)
+                    array = self._arrays.setdefault((spec.path, take.stats), Array(spec, take.stats))
+                    self._by_shape[key] = array
         return array
 
-    def _place(
-        self,
-        layer: str,
-        kind: str,
-        leaf: str,
-        dtype: str,
-        phase: str,
-        shape: tuple[int, ...],
-        calls: bool,  # noqa: FBT001
-        epoch_batches: int | None,
-    ) -> Array:
-        siblings = self._by_group.setdefault((layer, kind, leaf, phase, calls), [])
-        for array in siblings:
-            if array.spec.dtype == dtype and fits_chunk(shape, array.spec.chunk_shape):
-                return array
-        reference = siblings[0].spec if siblings else None
+    def _place(self, draft: Draft, epoch_batches: int | None) -> ArraySpec:
+        layer, kind, leaf, dtype, shape = draft.layer, draft.kind, draft.leaf, draft.dtype, draft.shape
+        phase, calls, take = draft.coordinates.phase, draft.call > 0, draft.take
+        siblings = self._by_group.setdefault((layer, kind, leaf, phase, take.text, calls), [])
+        for known in siblings:
+            if known.dtype == dtype and fits_chunk(shape, known.chunk_shape):
+                return known
+        reference = siblings[0] if siblings else None
         chunk = size_class(shape, reference.chunk_shape) if reference else shape
         name = array_name(
             kind,
             leaf=leaf,
             phase=phase,
+            portion=token_of(take.text),
             dtype=dtype if reference and reference.dtype != dtype else "",
             chunk=chunk if reference and reference.chunk_shape != chunk else None,
             calls=calls,
@@ -237,10 +241,11 @@ class ArrayCatalog:
             dtype=dtype,
             name=name,
             chunk_shape=chunk,
-            shard_shape=shard_shape(stored_bytes, every=self._every, epoch_batches=epoch_batches, num_epochs=self._num_epochs, calls=calls),
+            shard_shape=shard_shape(stored_bytes, every=take.every, epoch_batches=epoch_batches, num_epochs=self._num_epochs, calls=calls),
             rank=self._rank,
-            codec=self._codec[dtype],
+            codec=take.codec[dtype],
+            portion=take.text,
+            dims=take.dims,
         )
-        array = Array(spec)
-        siblings.append(array)
-        return array
+        siblings.append(spec)
+        return spec

@@ -44,7 +44,6 @@ from hookstore.format import (
     FRAME_SCHEMA,
     FRAME_SYNC,
     JOURNAL_DIR,
-    MANIFEST_COLUMNS,
     MANIFEST_DIR,
     SEGMENT_ROWS,
     SYNC_FORMAT,
@@ -54,23 +53,21 @@ from hookstore.format import (
     part_name,
     segment_name,
 )
-
-_TYPES: dict[str, pa.DataType] = {
-    "string": pa.string(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint32": pa.uint32(),
-    "float64": pa.float64(),
-    "list<int64>": pa.list_(pa.int64()),
-    "timestamp[us, UTC]": pa.timestamp("us", tz="UTC"),
-}
-SCHEMA = pa.schema([pa.field(name, _TYPES[kind], nullable=name == "loss_scale") for name, kind, _ in MANIFEST_COLUMNS])
-_EARLIER_SCHEMA = SCHEMA.remove(SCHEMA.get_field_index("structure"))  # of runs made before that column was there
-TEXT_COLUMNS = tuple(field.name for field in SCHEMA if field.type == pa.string())
-# The same with each text as a number that counts into the few texts of its column: read in half the time, and searched in a fifth.
-CODED_SCHEMA = pa.schema(
-    [field.with_type(pa.dictionary(pa.int32(), pa.string())) if field.name in TEXT_COLUMNS else field for field in SCHEMA]
+from hookstore.schema import (
+    NUMS_COLUMNS,
+    SCHEMA,
+    STATISTICS,
+    TEXT_COLUMNS,
+    coded,
+    conform,
+    is_known,
+    join,
+    plain,
+    table_of,
+    whole,
+    widened,
 )
+from hookstore.statistics import NO_STATISTICS, STATISTICS_DTYPE
 
 # Neighbouring rows differ by little in these, and dictionaries would not pay.
 _DELTA_COLUMNS = ("wall_time", "offset")
@@ -109,6 +106,7 @@ NUMBERS_DTYPE = np.dtype(
 )
 """What differs between the rows of a block; ``shape`` counts through the block's shapes, and ``origin`` through its origins."""
 _NUMBERS = frozenset(NUMBERS_DTYPE.names or ())
+_WITH_STATISTICS_DTYPE = np.dtype([("numbers", NUMBERS_DTYPE), ("statistics", STATISTICS_DTYPE)])
 
 
 class Origin(NamedTuple):
@@ -135,6 +133,10 @@ class RowBlock:
         Structures and loss scales that occur.
     numbers : numpy.ndarray
         The rows, `NUMBERS_DTYPE`.
+    portion : str
+        As in `hookstore.format.Row`.
+    statistics : numpy.ndarray or None
+        Statistics of each row's tensor, `hookstore.statistics.STATISTICS_DTYPE`, where there are any.
     """
 
     phase: str
@@ -151,6 +153,8 @@ class RowBlock:
     shapes: list[tuple[int, ...]]
     origins: list[Origin]
     numbers: np.ndarray[Any, Any]
+    portion: str = ""
+    statistics: np.ndarray[Any, Any] | None = None
 
     @classmethod
     def of(cls, row: Row) -> RowBlock:
@@ -188,11 +192,20 @@ class RowBlock:
             shapes=[row.shape],
             origins=[Origin(row.structure, row.loss_scale)],
             numbers=numbers,
+            portion=row.portion,
+            statistics=row.statistics,
         )
 
 
-def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
-    """Turn blocks of rows into one record batch of the manifest's schema; the time it takes hangs on the blocks more than on the rows.
+def make_batch(blocks: Sequence[RowBlock], schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
+    """Turn blocks of rows into one record batch; the time it takes hangs on the blocks more than on the rows.
+
+    Parameters
+    ----------
+    blocks : sequence of RowBlock
+        The rows.
+    schema : pyarrow.Schema
+        Of the recording; see `hookstore.schema.schema_with`.
 
     Columns are made of buffers, as the Arrow format lays them out: ``pyarrow.array`` would import pandas, where there is one, in the middle of a training.
     """
@@ -202,8 +215,11 @@ def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
     numbers = np.frombuffer(b"".join([block.numbers.tobytes() for block in blocks]), dtype=NUMBERS_DTYPE)
     origins, origin_counts = zip(*(run for block in blocks for run in _runs(block.origins, block.numbers["origin"])), strict=True)
     columns = []
-    for field in SCHEMA:
-        if field.name == "shape":
+    statistics = _joined_statistics(blocks) if STATISTICS[0] in schema.names else None
+    for field in schema:
+        if statistics is not None and field.name in STATISTICS:
+            columns.append(_statistics_column(field.type, statistics[field.name], num_rows))
+        elif field.name == "shape":
             columns.append(_shape_column(blocks))
         elif field.name == "nbytes":
             columns.append(_plain_column(field.type, b"".join(map(_nbytes, blocks)), num_rows))
@@ -220,7 +236,20 @@ def make_batch(blocks: Sequence[RowBlock]) -> pa.RecordBatch:
         else:  # rank and attempt
             values = np.repeat(np.array([getattr(block, field.name) for block in blocks], dtype="<i4"), counts)
             columns.append(_plain_column(field.type, values, num_rows))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _joined_statistics(blocks: Sequence[RowBlock]) -> npt.NDArray[Any]:
+    """Return the statistics of all rows."""
+    missing = NO_STATISTICS.tobytes()
+    contents = [missing * len(block.numbers) if block.statistics is None else block.statistics.tobytes() for block in blocks]
+    return np.frombuffer(b"".join(contents), dtype=STATISTICS_DTYPE)
+
+
+def _statistics_column(kind: pa.DataType, values: npt.NDArray[Any], num_rows: int) -> pa.Array:
+    """Make a column of one statistic, with a null where it is undefined or there is none."""
+    is_known = values >= 0 if pa.types.is_integer(kind) else ~np.isnan(values)
+    return _plain_column(kind, np.ascontiguousarray(values), num_rows, np.packbits(is_known, bitorder="little"))
 
 
 def _plain_column(kind: pa.DataType, values: npt.NDArray[Any] | bytes, num_rows: int, known: npt.NDArray[Any] | None = None) -> pa.Array:
@@ -274,10 +303,14 @@ class ShardRows:
     ----------
     spool : Spool
         Holds all but the newest.
+    schema : pyarrow.Schema
+        Of the recording.
     """
 
-    def __init__(self, spool: Spool) -> None:
-        self._numbers = SpooledRecords(spool, NUMBERS_DTYPE)
+    def __init__(self, spool: Spool, schema: pa.Schema = SCHEMA) -> None:
+        self._schema = schema
+        self._has_statistics = STATISTICS[0] in schema.names
+        self._numbers = SpooledRecords(spool, _WITH_STATISTICS_DTYPE if self._has_statistics else NUMBERS_DTYPE)
         self._shapes: dict[tuple[int, ...], int] = {}
         self._origins: dict[Origin, int] = {}
         self._first: RowBlock | None = None
@@ -285,12 +318,17 @@ class ShardRows:
     def append(self, block: RowBlock) -> None:
         """Add rows of the shard."""
         if self._first is None:
-            self._first = replace(block, numbers=block.numbers[:0])
+            self._first = replace(block, numbers=block.numbers[:0], statistics=None)
         positions = [self._shapes.setdefault(shape, len(self._shapes)) for shape in block.shapes]
         numbers = block.numbers.copy()
         numbers["shape"] = np.array(positions, dtype="<u4")[numbers["shape"]]
         origins = [self._origins.setdefault(origin, len(self._origins)) for origin in block.origins]
         numbers["origin"] = np.array(origins, dtype="<u4")[numbers["origin"]]
+        if self._has_statistics:
+            records = np.empty(len(numbers), dtype=_WITH_STATISTICS_DTYPE)
+            records["numbers"] = numbers
+            records["statistics"] = NO_STATISTICS if block.statistics is None else block.statistics
+            numbers = records
         self._numbers.append(numbers)
 
     @property
@@ -298,8 +336,12 @@ class ShardRows:
         """The rows in their order."""
         if self._first is None:
             return []
-        block = replace(self._first, shapes=list(self._shapes), origins=list(self._origins), numbers=self._numbers.read())
-        return [make_batch([block])]
+        records = self._numbers.read()
+        numbers, statistics = records, None
+        if self._has_statistics:
+            numbers, statistics = np.ascontiguousarray(records["numbers"]), np.ascontiguousarray(records["statistics"])
+        block = replace(self._first, shapes=list(self._shapes), origins=list(self._origins), numbers=numbers, statistics=statistics)
+        return [make_batch([block], self._schema)]
 
     def clear(self) -> None:
         """Forget the rows."""
@@ -309,11 +351,11 @@ class ShardRows:
 def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> bytes:
     """Serialise the rows that a shard carries as an Arrow IPC stream, after those that it carried before."""
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, SCHEMA) as stream:
-        for batch in stream_to_rows(earlier) if earlier else ():
-            stream.write_batch(batch)
-        for batch in batches:
-            stream.write_batch(batch)
+    together = [*(stream_to_rows(earlier) if earlier else ()), *batches]
+    schema = whole([batch.schema for batch in together])
+    with pa.ipc.new_stream(sink, schema) as stream:
+        for batch in together:
+            stream.write_batch(conform(batch, schema))
     return sink.getvalue()
 
 
@@ -328,7 +370,7 @@ def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
     messages = iter(pa.ipc.MessageReader.open_stream(stream))
     first = next(messages, None)
     schema = None if first is None else pa.ipc.read_schema(first)
-    if schema is None or not _is_known(schema):
+    if schema is None or not is_known(schema):
         raise ValueError("the rows have another schema")
     return [_read_batch(message, schema) for message in messages]
 
@@ -342,7 +384,7 @@ def stream_to_table(stream: bytes, path: str) -> pa.Table:
         If they make no sense.
     """
     try:
-        return _checked(pa.Table.from_batches(stream_to_rows(stream), schema=SCHEMA)) if stream else SCHEMA.empty_table()
+        return _checked(table_of(stream_to_rows(stream))) if stream else SCHEMA.empty_table()
     except _NONSENSE as error:
         raise CorruptRunError(f"shard {path} carries rows that no writer of this format wrote: {error}", path=path) from error
 
@@ -353,7 +395,7 @@ class RowGroups:
     Parameters
     ----------
     rows : pyarrow.Table
-        In `SCHEMA` or `CODED_SCHEMA`.
+        Plain or coded.
     """
 
     def __init__(self, rows: pa.Table) -> None:
@@ -408,7 +450,7 @@ class RowLog:
 
 
 def _combined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    return list(pa.Table.from_batches(batches, schema=SCHEMA).combine_chunks().to_batches())
+    return list(table_of(batches).combine_chunks().to_batches())
 
 
 class ManifestWriter:
@@ -420,9 +462,12 @@ class ManifestWriter:
         The run; its ``manifest`` and ``journal`` directories exist.
     rank, attempt : int
         Part of every file name, so that no two processes write one file.
+    schema : pyarrow.Schema
+        Of the recording.
     """
 
-    def __init__(self, run_path: str, rank: int = 0, attempt: int = 0) -> None:
+    def __init__(self, run_path: str, rank: int = 0, attempt: int = 0, schema: pa.Schema = SCHEMA) -> None:
+        self._schema = schema
         self._run_path = run_path
         self._journal_path = os.path.join(run_path, JOURNAL_DIR)
         self._rank = rank
@@ -475,7 +520,7 @@ class ManifestWriter:
     def _begin_segment(self) -> None:
         self._index += 1
         self._descriptor = system.open(self._segment_path(), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        self._write_frame(FRAME_SCHEMA, SCHEMA.serialize())
+        self._write_frame(FRAME_SCHEMA, self._schema.serialize())
         sync_directory(self._journal_path)
 
     def _write_frame(self, kind: int, payload: pa.Buffer | bytes) -> None:
@@ -513,14 +558,16 @@ def write_part(run_path: str, key: Key, batches: Sequence[pa.RecordBatch]) -> No
 
 def encode_part(batches: Sequence[pa.RecordBatch]) -> bytes:
     """Encode rows as one Parquet file, with page checksums."""
-    table = pa.Table.from_batches(batches, schema=SCHEMA)
-    plain = {*_DELTA_COLUMNS, *_PLAIN_COLUMNS}
+    table = table_of(batches)
+    without = {*_DELTA_COLUMNS, *_PLAIN_COLUMNS, *STATISTICS}
     sink = io.BytesIO()
     pq.write_table(
         table,
         sink,
         compression="zstd",
-        use_dictionary=["shape.list.element" if field.name == "shape" else field.name for field in SCHEMA if field.name not in plain],
+        use_dictionary=[
+            "shape.list.element" if field.name == "shape" else field.name for field in table.schema if field.name not in without
+        ],
         column_encoding=dict.fromkeys(_DELTA_COLUMNS, "DELTA_BINARY_PACKED"),
         write_page_checksum=True,
         coerce_timestamps="us",
@@ -575,14 +622,14 @@ def read_segment(contents: bytes) -> Segment:
             damaged.append(position)
         elif kind == FRAME_SCHEMA:
             schema = pa.ipc.read_schema(pa.py_buffer(payload))
-            if not _is_known(schema):
+            if not is_known(schema):
                 raise ValueError("it has another schema")
         elif kind == FRAME_ROWS and schema is not None:
             batches.append(_read_batch(pa.ipc.read_message(pa.py_buffer(payload)), schema))
         elif kind == FRAME_SYNC:
             num_durable = struct.unpack(SYNC_FORMAT, payload)[0]
         position = end
-    _check_times(pa.Table.from_batches(batches, schema=SCHEMA))
+    _check_times(table_of(batches))
     return Segment(batches, num_durable, damaged[0] if damaged else position, tuple(damaged))
 
 
@@ -601,18 +648,7 @@ def _read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
         raise ValueError(f"there is a {message.type} where rows are expected")
     if _is_compressed(message.metadata.to_pybytes()):
         raise ValueError("the rows are compressed")
-    return _checked(_widened(pa.ipc.read_record_batch(message, schema)))
-
-
-def _is_known(schema: pa.Schema) -> bool:
-    return bool(schema.equals(SCHEMA) or schema.equals(_EARLIER_SCHEMA))
-
-
-def _widened(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """Return rows of an earlier run with the column that they lack."""
-    if "structure" in rows.schema.names:
-        return rows
-    return rows.append_column(SCHEMA.field("structure"), pa.array([""] * rows.num_rows, type=pa.string()))
+    return _checked(widened(pa.ipc.read_record_batch(message, schema)))
 
 
 def _is_compressed(metadata: bytes) -> bool:
@@ -631,12 +667,13 @@ def _flatbuffer_field(contents: bytes, table: int, number: int) -> int:
     return int(table + start) if start else 0
 
 
-def _checked(rows: pa.RecordBatch | pa.Table, schema: pa.Schema = SCHEMA) -> pa.RecordBatch | pa.Table:
+def _checked(rows: pa.RecordBatch | pa.Table, *, is_coded: bool = False) -> pa.RecordBatch | pa.Table:
     """Return rows in a schema of the manifest; Arrow trusts what it reads unless it is asked to look."""
     rows.validate(full=True)
-    cast = rows.cast(schema)
+    schema = whole([rows.schema])
+    cast = rows.cast(coded(schema) if is_coded else schema)
     if (
-        any(cast.column(field.name).null_count for field in schema if not field.nullable)
+        any(cast.column(field.name).null_count for field in cast.schema if not field.nullable)
         or pc.list_flatten(cast.column("shape")).null_count
     ):
         raise ValueError("there are nulls where the schema has none")
@@ -649,14 +686,15 @@ def read_manifest(run_path: str) -> pa.Table:
     Returns
     -------
     pyarrow.Table
-        Schema `SCHEMA`.
+        Schema `hookstore.schema.SCHEMA`, with further columns where parts of tensors or statistics were asked for.
 
     Raises
     ------
     CorruptRunError
         If none of the parts and segments can be read. One that is damaged beside others that are not is left out with a warning.
     """
-    return ManifestReader(run_path).read().cast(SCHEMA)
+    rows = ManifestReader(run_path).read()
+    return rows.cast(plain(rows.schema))
 
 
 def missing_keys(keys: Iterable[Key]) -> list[Key]:
@@ -677,9 +715,9 @@ def unknown_part(run_path: str, key: Key) -> str:
 
 
 def join_pieces(pieces: Mapping[Key, pa.Table]) -> pa.Table:
-    """Put parts and segments, in `CODED_SCHEMA`, together in the order in which their rows were acknowledged."""
+    """Put parts and segments, which are coded, together in the order in which their rows were acknowledged."""
     ordered = [pieces[key] for key in sorted(pieces, key=lambda key: (key[1], key[0], key[2]))]
-    return pa.concat_tables(ordered).unify_dictionaries() if ordered else CODED_SCHEMA.empty_table()
+    return join(ordered).unify_dictionaries()
 
 
 class ManifestReader:
@@ -714,7 +752,7 @@ class ManifestReader:
         Returns
         -------
         pyarrow.Table
-            Schema `CODED_SCHEMA`; all chunks of a text column have the same dictionary.
+            Coded (see `hookstore.schema`); all chunks of a text column have the same dictionary.
         """
         # The journal first: what moves to a part meanwhile is found there.
         segments = self._read_segments()
@@ -757,7 +795,7 @@ class ManifestReader:
                 path,
                 f"journal segment {path} is damaged at byte {', '.join(map(str, segment.damaged))}: the captures acknowledged there are missing",
             )
-        return len(contents), code_rows(pa.Table.from_batches(segment.batches, schema=SCHEMA).combine_chunks())
+        return len(contents), code_rows(table_of(segment.batches).combine_chunks())
 
     def _read_parts(self) -> dict[Key, pa.Table]:
         found: dict[Key, pa.Table] = {}
@@ -827,7 +865,7 @@ def _check_sizes(contents: bytes) -> None:
         footer = _read_thrift(contents[-8 - num_bytes : -8], 0, _STRUCT)[0]
         num_rows, groups = footer[3], footer[4]
         nums_columns = {len(group[1]) for group in groups}
-        if not 0 <= num_rows <= _MOST_PIECE_ROWS or len(groups) > _MOST_ROW_GROUPS or nums_columns - {len(SCHEMA), len(_EARLIER_SCHEMA)}:
+        if not 0 <= num_rows <= _MOST_PIECE_ROWS or len(groups) > _MOST_ROW_GROUPS or nums_columns - NUMS_COLUMNS:
             raise ValueError(f"it has {num_rows:,} rows in {len(groups):,} groups of other columns")
         for column in (column[3] for group in groups for column in group[1]):
             if not 0 <= column[5] <= (num_rows + 1) * _MOST_DIMS or not 0 <= column[6] <= _MOST_PIECE_BYTES:
@@ -907,7 +945,7 @@ def _check_texts(rows: pa.Table) -> None:
     """Make sure that rows whose texts are coded do not become far too many bytes where the texts are written out."""
     num_bytes = 0
     for name in TEXT_COLUMNS:
-        for chunk in rows.column(name).chunks:
+        for chunk in rows.column(name).chunks if name in rows.schema.names else ():
             lengths = np.diff(
                 np.from_dlpack(pa.Array.from_buffers(pa.int32(), len(chunk.dictionary) + 1, [None, chunk.dictionary.buffers()[1]]))
             )
@@ -919,11 +957,11 @@ def _check_texts(rows: pa.Table) -> None:
 def code_rows(rows: pa.Table) -> pa.Table:
     """Turn the text columns into dictionaries."""
     columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in rows.columns]
-    return pa.Table.from_arrays(columns, names=rows.schema.names).cast(CODED_SCHEMA)
+    return pa.Table.from_arrays(columns, names=rows.schema.names).cast(coded(rows.schema))
 
 
 def load_part(path: str, crc: int) -> pa.Table:
-    """Read a part, whose name has that crc32c, in `CODED_SCHEMA`.
+    """Read a part, whose name has that crc32c, coded.
 
     Raises
     ------
@@ -941,7 +979,7 @@ def load_part(path: str, crc: int) -> pa.Table:
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
         texts = [name for name in TEXT_COLUMNS if name in pq.read_schema(pa.BufferReader(contents)).names]
         part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts, page_checksum_verification=True)
-        rows = _checked(_widened(part.read()), CODED_SCHEMA)
+        rows = _checked(widened(part.read()), is_coded=True)
         _check_times(rows)
         _check_texts(rows)
     except (FileNotFoundError, CorruptRunError):

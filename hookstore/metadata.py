@@ -14,6 +14,7 @@ from hookstore.codecs import codec_metadata
 from hookstore.errors import CorruptRunError, FormatVersionError, NotARunError
 from hookstore.files import read_small
 from hookstore.format import DTYPES, FORMAT_VERSION, LAYERS_DIR, MAX_SHARD_ENTRIES, PHASES, RUN_FILE, ArraySpec, is_array_path
+from hookstore.portion import Portion
 
 _MOST_RUN_BYTES = 16 << 20  # JSON takes up to thirty times as much memory; a hundred thousand layers are less
 _MOST_ARRAY_BYTES = 1 << 20
@@ -163,7 +164,10 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
         shard_shape=grid[:leading],
         rank=int(attributes["rank"]),
         codec=codec_metadata(compressors[0], attributes["torch_dtype"]) if compressors else None,
+        portion=_text(attributes.get("select", "")),
+        dims=tuple(map(_text, attributes.get("dims", ()))),
     )
+    Portion.parse(spec.portion, spec.dims)
     if spec.dtype not in DTYPES or spec.phase not in PHASES:
         raise ValueError(f"dtype {spec.dtype!r} in phase {spec.phase!r}")
     if spec.path != array or not f"{spec.name}.".startswith(f"{spec.kind}."):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hookstore.clock import Coordinates
 from hookstore.format import PHASES
 from hookstore.layout import Call
 from hookstore.nested import Plan
-from hookstore.schedule import Coordinates
 from hookstore.sink import Sink
 
 _graph_task = torch._C._current_graph_task_id
@@ -71,7 +71,7 @@ _REENTRANT = (
 
 # When the graph runs ----------------------------------------------------------------------------------------------
 
-_NUM_CALL = 7  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure
+_NUM_CALL = 8  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure, due
 
 
 def _run_tick(_after: object, number: int, is_watched: bool) -> torch.Tensor:  # noqa: FBT001
@@ -92,7 +92,7 @@ def _run_begin(_after: object, number: int) -> torch.Tensor:
 def _run_skip(_after: object, number: int, kind: str, reason: int) -> torch.Tensor:
     layer = LAYERS.get(number)
     call = None if layer is None or _graph_task() != -1 else layer.current()
-    if layer is not None and call is not None and kind in layer.kinds:
+    if layer is not None and call is not None and call.due is not None and kind in call.due.takes:
         layer.sink.skip_value(layer.name, kind, call, _NOT_IN_GRAPHS[reason])
     return torch.empty(0, device="cpu")
 
@@ -128,7 +128,8 @@ def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int
         if call is not None:
             here = call.coordinates
             where = (PHASES.index(here.phase), here.epoch, here.batch)
-            numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure)
+            due = -1 if here.due is None else here.due.number
+            numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure, due)
         frame = _checkpoint_frame()
         if frame is not None:
             _checkpointed.setdefault(frame, _Checkpointed()).calls.setdefault(number, []).append(numbers)
@@ -210,19 +211,25 @@ def _run_gradient(gradient: torch.Tensor, call: torch.Tensor, number: int, plan:
         if numbers[0] >= 0:
             backward = int(numbers[_NUM_CALL + position])
             numbers[_NUM_CALL + position] += 1
-            layer.sink.put(layer.name, "gradient", PLANS[plan][0].leaves[position], gradient, _call_of(numbers), backward)
+            layer.sink.put(layer.name, "gradient", PLANS[plan][0].leaves[position], gradient, _call_of(numbers, layer), backward)
 
 
 def _run_no_gradient(call: torch.Tensor, number: int, plan: int, position: int, reason: int) -> None:
     layer = LAYERS.get(number)
     numbers = call.numpy()
-    if layer is not None and numbers[0] >= 0:
-        layer.sink.skip_value(layer.name, "gradient", _call_of(numbers), _NO_GRADIENT[reason], leaf=PLANS[plan][0].leaves[position])
+    if layer is None or numbers[0] < 0:
+        return
+    of_call = _call_of(numbers, layer)
+    if of_call.due is not None and of_call.due.output_gradient:
+        layer.sink.skip_value(layer.name, "gradient", of_call, _NO_GRADIENT[reason], leaf=PLANS[plan][0].leaves[position])
 
 
-def _call_of(numbers: Numbers) -> Call:
-    phase, epoch, batch, *others = numbers[:_NUM_CALL].tolist()
-    return Call(Coordinates(PHASES[phase], epoch, batch), *others)
+def _call_of(numbers: Numbers, layer: Tapped) -> Call:
+    phase, epoch, batch, call, step, sequence_nr, structure, number = numbers[:_NUM_CALL].tolist()
+    dues = layer.sink.clock.agenda.dues
+    due = dues[number] if 0 <= number < len(dues) else None
+    of_layer = None if due is None else due.layers.get(layer.name)
+    return Call(Coordinates(PHASES[phase], epoch, batch, due), call, step, sequence_nr, structure, due=of_layer)
 
 
 def _measured(layer: Tapped) -> contextlib.AbstractContextManager[None]:

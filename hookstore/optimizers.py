@@ -21,8 +21,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hookstore.clock import Coordinates
 from hookstore.layout import Call
-from hookstore.schedule import Coordinates
 from hookstore.selection import Layer
 from hookstore.sink import Sink
 from hookstore.wrappers import own_parameters
@@ -134,15 +134,16 @@ class OptimizerHooks:
     def _capture(self, optimizer: Optimizer) -> None:
         sink = self._sink
         here = sink.clock.here() if sink.is_active else None
-        if here is None or not self._is_concerned(optimizer):
+        if here is None or here.due is None or not self._is_concerned(optimizer):
             return
         self._begin_step()
         scale = _scale_left(optimizer)
         with torch._C.DisableTorchFunction():
             for layer, leaf, parameter in self._parameters(_held(optimizer)):
-                if parameter.grad is not None:
+                due = here.due.layers.get(layer)
+                if parameter.grad is not None and due is not None and "parameter_gradient" in due.takes:
                     self.has_captured = True
-                    call = Call(here, _count(here, layer, leaf), self._step, 0, scale=scale)
+                    call = Call(here, _count(here, layer, leaf), self._step, 0, scale=scale, due=due)
                     sink.put(layer, "parameter_gradient", leaf, parameter.grad, call)
 
     def _parameters(self, held: set[int]) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -171,7 +172,8 @@ class OptimizerHooks:
             held = {id(parameter) for parameter in self._all_parameters() if parameter.requires_grad}
             held.difference_update(*(_held(known) for known in self._concerned))
         for layer, leaf, parameter in self._parameters(held):
-            if parameter.requires_grad:
+            due = None if here.due is None else here.due.layers.get(layer)
+            if parameter.requires_grad and due is not None and "parameter_gradient" in due.takes:
                 self.has_captured = True
                 call = Call(here, _count(here, layer, leaf), self._sink.clock.step, 0)
                 self._sink.skip_value(layer, "parameter_gradient", call, _SKIPPED, leaf=leaf, topic="skipped steps")

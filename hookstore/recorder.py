@@ -12,8 +12,8 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 from hookstore import __version__
+from hookstore.agenda import Agenda
 from hookstore.attach import ModelHooks
-from hookstore.codecs import codec_metadata
+from hookstore.capture import Capture
+from hookstore.clock import Batches, Clock, Placed
 from hookstore.device import Devices, allocate_host, check_device
 from hookstore.errors import (
     CaptureWarning,
@@ -35,10 +37,8 @@ from hookstore.errors import (
 )
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.format import (
-    DTYPES,
     FORMAT_VERSION,
     JOURNAL_DIR,
-    KINDS,
     LAYERS_DIR,
     LOCK_FILE,
     MANIFEST_DIR,
@@ -52,11 +52,13 @@ from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
 from hookstore.operators import why_none
+from hookstore.portion import Select
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
-from hookstore.schedule import Batches, Budget, Clock, Placed, Schedule, When
-from hookstore.selection import Layer, LayerPattern, select_layers
+from hookstore.schedule import Budget, When
+from hookstore.schema import schema_with
+from hookstore.selection import Layer, LayerPattern
 from hookstore.signals import FlushOnSigterm, check_main_thread
-from hookstore.sink import TORCH_DTYPES, Sink
+from hookstore.sink import Sink
 from hookstore.staging import Stager
 from hookstore.wrappers import type_name, unwrap
 from hookstore.writer import Writer
@@ -101,14 +103,19 @@ def record(
     model: nn.Module | Mapping[str, nn.Module],
     path: str | os.PathLike[str],
     *,
+    captures: Capture | Iterable[Capture] | None = None,
     layers: LayerPattern | Iterable[LayerPattern] | None = None,
     kinds: str | Iterable[str] = ("activation",),
     every: SupportsIndex = 1,
     epochs: When | None = None,
     batches: When | None = None,
+    steps: When | None = None,
     phases: str | Iterable[str] = ("train",),
     dtype: torch.dtype | None = None,
-    codec: str | dict[str, Any] | None = None,
+    codec: str | Mapping[str, Any] | None = None,
+    select: Select | None = None,
+    dims: Sequence[str] | None = None,
+    stats: bool | str = False,
     mode: str = "x",
     buffer_bytes: int = 1 << 30,
     on_full: str = "block",
@@ -132,6 +139,9 @@ def record(
         in training mode.
     path : path-like
         Directory of the run; it must not exist, or be empty, unless ``mode`` is ``"a"``. Under ``torch.distributed`` each rank needs its own.
+    captures : Capture or iterable of Capture, optional
+        What to record, in as many choices as there are, each with layers, kinds and a cadence of its own. The options from ``layers`` to ``stats`` are the
+        short form of one, and cannot be given beside this.
     layers : str, re.Pattern, type, callable, or iterable of these, optional
         Which layers: globs over ``named_modules()`` names, compiled regular expressions (searched), module types, predicates ``(name, module) -> bool``.
         The root is ``""``. By default every module without children. Names are those that the model has without the wrappers that training puts around it or
@@ -143,14 +153,18 @@ def record(
         summed over micro-batches, reduced over ranks, unscaled and clipped).
     every : int
         Record one batch in so many, from batch 0 of each epoch on.
-    epochs, batches : int, iterable of int, callable, optional
-        Record only these.
+    epochs, batches, steps : int, iterable of int, callable, optional
+        Record only these; ``steps`` are optimizer steps done before the batch began.
     phases : str or iterable of str
         ``"train"`` and ``"eval"``: modes of the root module that are recorded.
     dtype : torch.dtype, optional
         Cast floating-point captures to this dtype, which must be floating-point too.
     codec : None, "zstd", "lz4" or dict
         Compressor; a dict is Zarr v3 codec metadata. Encoding runs in threads of its own.
+    select, dims
+        Which part of each tensor is kept, and what its axes are called; see `Capture`.
+    stats : bool or "only"
+        Store statistics of each tensor in the manifest, too, or instead of the tensor; see `Capture`.
     mode : "x" or "a"
         ``"x"`` creates a run and refuses a directory that holds anything. ``"a"`` goes on with the run that is there, whether it was closed or killed, or
         creates it: what a dead writer left is recovered first, and captures at an epoch and batch that the run has already are kept beside the
@@ -190,15 +204,26 @@ def record(
         If hooks cannot follow the model.
     """
     models = _check_models(model)
-    wanted = _check_kinds(kinds)
-    schedule = Schedule.build(every=every, epochs=epochs, batches=batches, phases=phases)
+    short = {
+        "layers": layers,
+        "kinds": kinds,
+        "every": every,
+        "epochs": epochs,
+        "batches": batches,
+        "steps": steps,
+        "phases": phases,
+        "dtype": dtype,
+        "codec": codec,
+        "select": select,
+        "dims": dims,
+        "stats": stats,
+    }
+    chosen = _check_captures(captures, short)
     _check_choice("mode", mode, ("x", "a"))
     _check_choice("on_full", on_full, ("block", "drop"))
     _check_choice("on_error", on_error, ("raise", "disable"))
     if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < _LEAST_BUFFER_BYTES:
         raise OptionError(f"buffer_bytes: expected at least {_LEAST_BUFFER_BYTES:,} bytes, got {buffer_bytes!r}", option="buffer_bytes")
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in TORCH_DTYPES):
-        raise OptionError(f"dtype: expected a floating-point torch.dtype such as torch.float16, got {dtype!r}", option="dtype")
     if max_slowdown is not None:
         _check_share("max_slowdown", max_slowdown)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
@@ -208,20 +233,17 @@ def record(
         check_main_thread()
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler: expected a torch.amp.GradScaler, got {scaler!r} of type {type(scaler).__name__}", option="scaler")
-    codecs = {name: codec_metadata(codec, name) for name in DTYPES}
-    selected = select_layers(models, layers)
+    agenda = Agenda(chosen, models)
     description = {
-        "kinds": list(wanted),
-        "every": schedule.every,
-        "phases": sorted(schedule.phases),
-        "dtype": None if dtype is None else TORCH_DTYPES[dtype],
+        "kinds": list(agenda.kinds),
+        "phases": sorted(agenda.phases),
         "max_slowdown": max_slowdown,
-        "codec": None if codecs["float32"] is None else json.loads(codecs["float32"]),
+        "captures": [choice.describe() for choice in agenda.choices],
     }
     run_path = os.path.abspath(os.fspath(path))
     begin = _resume_run if mode == "a" and _holds_something(run_path) else _create_run
     try:
-        lock, leftover = begin(run_path, models, selected, description)
+        lock, leftover = begin(run_path, models, agenda.layers, description)
     except (RunExistsError, RunLockedError) as error:
         rank, num_ranks = _rank_of_process()
         if num_ranks > 1:
@@ -232,11 +254,7 @@ def record(
         return Recorder(
             models,
             run_path,
-            layers=selected,
-            kinds=wanted,
-            schedule=schedule,
-            dtype=None if dtype is None else TORCH_DTYPES[dtype],
-            codecs=codecs,
+            agenda=agenda,
             buffer_bytes=align(buffer_bytes, PAGE_BYTES),
             drop_when_full=on_full == "drop",
             disable_on_failure=on_error == "disable",
@@ -268,11 +286,7 @@ class Recorder:
         models: Mapping[str, nn.Module],
         path: str,
         *,
-        layers: list[Layer],
-        kinds: tuple[str, ...],
-        schedule: Schedule,
-        dtype: str | None,
-        codecs: dict[str, str | None],
+        agenda: Agenda,
         buffer_bytes: int,
         drop_when_full: bool,
         disable_on_failure: bool,
@@ -287,11 +301,9 @@ class Recorder:
         self._pid = os.getpid()
         self._disable_on_failure = disable_on_failure
         self._is_closed = False
-        self._clock = Clock(schedule, _phase_of(models), budget)
+        self._clock = Clock(agenda, _phase_of(models), budget)
         rank = _rank_of_process()[0]
-        catalog = ArrayCatalog(
-            every=schedule.every, num_epochs=schedule.num_epochs, rank=rank, codec=codecs, stored=[array.spec for array in leftover.arrays]
-        )
+        catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=rank, stored=[array.spec for array in leftover.arrays])
         pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(
             allocate_host(buffer_bytes, pinned=pinned),
@@ -305,15 +317,16 @@ class Recorder:
         self._writer = Writer(
             path,
             self._stager,
-            num_epochs=schedule.num_epochs,
+            num_epochs=agenda.num_epochs,
             epoch_batches=lambda: self._clock.epoch_batches,
             rank=rank,
             lock=lock,
             leftover=leftover,
             under_way=lambda: (self._clock.under_way, self._clock.step),
+            schema=schema_with(portion=agenda.has_portions, statistics=agenda.has_statistics),
         )
-        self._sink = Sink(self._stager, self._clock, dtype=dtype, disable_on_failure=disable_on_failure, scaler=scaler)
-        self._hooks = ModelHooks(models, layers, kinds, self._sink)
+        self._sink = Sink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
+        self._hooks = ModelHooks(models, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
         self._clock.on_end = self._hooks.uncalled.end
@@ -370,6 +383,57 @@ class Recorder:
         """
         self._check_open()
         return self._clock.at(epoch, batch)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Record nothing inside a ``with`` statement: there are no hooks on the layers, and calls of the root module are no batches of the automatic clock.
+
+        A clock that was set goes on where it stood. Pauses may be nested.
+        """
+        self._check_open()
+        return self._clock.pause()
+
+    def phase(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """File what runs inside a ``with`` statement under a phase, whatever mode the model is in.
+
+        Parameters
+        ----------
+        phase : "train" or "eval"
+            The phase. Only phases that a capture chooses are recorded.
+
+        Raises
+        ------
+        ClockError
+            If there is no such phase.
+        """
+        self._check_open()
+        return self._clock.in_phase(phase)
+
+    @property
+    def captures(self) -> dict[str, bool]:
+        """The captures by their names, and whether each is switched on."""
+        return {choice.name: choice.is_on for choice in self._clock.agenda.choices}
+
+    def switch(self, name: str, *, on: bool) -> None:
+        """Switch a capture on or off, from the next batch on.
+
+        Parameters
+        ----------
+        name : str
+            Its name: as given, or its number.
+        on : bool
+            Whether it is on.
+
+        Raises
+        ------
+        OptionError
+            If there is no such capture.
+        """
+        self._check_open()
+        found = [choice for choice in self._clock.agenda.choices if choice.name == str(name)]
+        if not found:
+            raise OptionError(f"name: there is no capture {name!r}; there are {', '.join(map(repr, self.captures))}", option="name")
+        found[0].is_on = bool(on)
+        self._hooks.update()
 
     # Life cycle ---------------------------------------------------------------------------------------------------
 
@@ -488,7 +552,8 @@ class Recorder:
         self._clock.end_all()
         uncalled.finish(cut_short)
         if self._clock.due is not None and not is_cut_short:
-            uncalled.finish_unused(self._hooks.silent_layers, self._clock.due)
+            ever_due = {layer for due in self._clock.agenda.dues for layer in due.of_calls}
+            uncalled.finish_unused([layer for layer in self._hooks.silent_layers if layer in ever_due], self._clock.due)
 
     def _warn_without_steps(self) -> None:
         if self._hooks.lacks_steps and self._clock.due is not None:
@@ -545,14 +610,20 @@ def _check_share(option: str, value: float) -> None:
         raise OptionError(f"{option}: expected a share above 0 such as 0.05, got {value!r}", option=option)
 
 
-def _check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
-    given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in given:
-        if kind not in KINDS:
-            raise OptionError(f"kinds: expected some of {', '.join(map(repr, KINDS))}, got {kind!r}", option="kinds")
-    if not given:
-        raise OptionError(f"kinds is empty: expected some of {', '.join(map(repr, KINDS))}", option="kinds")
-    return tuple(kind for kind in KINDS if kind in given)
+def _check_captures(captures: Capture | Iterable[Capture] | None, short: dict[str, Any]) -> list[Capture]:
+    """Return what to record: the captures, or the one that the short form stands for."""
+    if captures is None:
+        return [Capture(**short)]
+    chosen = [captures] if isinstance(captures, Capture) else list(captures) if isinstance(captures, Iterable) else []
+    if not chosen or not all(isinstance(capture, Capture) for capture in chosen):
+        raise OptionError(f"captures: expected at least one hookstore.Capture, got {captures!r}", option="captures")
+    defaults = {field.name: field.default for field in fields(Capture)}
+    beside = [name for name, value in short.items() if value is not defaults[name] and value != defaults[name]]
+    if beside:
+        raise OptionError(
+            f"{beside[0]}: cannot be given beside captures=, each of which has its own; put it into a Capture", option=beside[0]
+        )
+    return chosen
 
 
 def _rank_of_process() -> tuple[int, int]:

@@ -46,7 +46,6 @@ from hookstore.format import (
 )
 from hookstore.lock import STALE_S, Owner, RunLock
 from hookstore.manifest import (
-    SCHEMA,
     Key,
     RowBlock,
     RowGroups,
@@ -62,6 +61,7 @@ from hookstore.manifest import (
     write_part,
 )
 from hookstore.metadata import StoredArray, read_array, read_description
+from hookstore.schema import SCHEMA, join, plain, table_of
 from hookstore.shards import Adopted, ShardFiles, ShardWriter, check_chunks, clone_file, publish, read_sealed
 
 _SEALED_TOGETHER = 64
@@ -119,7 +119,9 @@ class Unsealed:
         epochs, batches, calls, offsets, lengths = (
             np.asarray(rows[name].combine_chunks()) for name in ("epoch", "batch", "call", "offset", "length")
         )
-        adopted = Adopted(self.spec.entries(epochs, batches, calls), offsets, lengths, rows_to_stream(rows.cast(SCHEMA).to_batches()))
+        adopted = Adopted(
+            self.spec.entries(epochs, batches, calls), offsets, lengths, rows_to_stream(rows.cast(plain(rows.schema)).to_batches())
+        )
         return ShardWriter(os.path.join(layers_path, *self.spec.path.split("/")), self.spec, self.shard, files, adopted)
 
 
@@ -385,12 +387,12 @@ class _TakeUp:
                         f"journal segment {path} is damaged at byte {', '.join(map(str, segment.damaged))}; what else is in it is kept, and the file is "
                         f"moved to {DAMAGED_DIR}/"
                     )
-                rows = pa.Table.from_batches(segment.batches, schema=SCHEMA)
+                rows = table_of(segment.batches)
                 if rows.num_rows:
                     rows = self._checked(rows, segment.num_durable if is_whole else 0)
                     self.report.num_from_journal += rows.num_rows
                     if last[key[:2]] == key:
-                        rows = pa.concat_tables([rows, _mark_of_death(rows)])
+                        rows = join([rows, _mark_of_death(rows)])
                     self._write_part(key, rows)
             if is_whole:
                 self._unlink(path)
@@ -463,7 +465,7 @@ class _TakeUp:
                 if is_new.any():
                     found.append(carried.filter(pa.array(is_new)))
         if found:
-            self._add_found(pa.concat_tables(found))
+            self._add_found(join(found))
         for missing in missing_keys([*self.pieces, *self.damaged]):
             self._write_part(missing, SCHEMA.empty_table())  # all that can be found of it has been, and has been told
 

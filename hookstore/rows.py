@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hookstore.manifest import SCHEMA, TEXT_COLUMNS
+from hookstore.schema import TEXT_COLUMNS, plain
 
 _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
@@ -24,7 +24,7 @@ class RowIndex:
     Parameters
     ----------
     coded : pyarrow.Table
-        The rows, in `hookstore.manifest.CODED_SCHEMA`.
+        The rows, coded (see `hookstore.schema`).
     """
 
     def __init__(self, coded: pa.Table) -> None:
@@ -50,8 +50,8 @@ class RowIndex:
 
     @cached_property
     def rows(self) -> pa.Table:
-        """The rows in `hookstore.manifest.SCHEMA`."""
-        return self.coded.cast(SCHEMA)
+        """The rows with their texts as they are."""
+        return self.coded.cast(plain(self.coded.schema))
 
     @cached_property
     def phases(self) -> list[str]:

@@ -35,10 +35,11 @@ from hookstore.format import (
     parse_segment_name,
 )
 from hookstore.lock import holder
-from hookstore.manifest import SCHEMA, ManifestReader
+from hookstore.manifest import ManifestReader
 from hookstore.metadata import read_array, read_description
 from hookstore.rows import MOST_SHARD_BYTES, RowIndex
 from hookstore.samples import divide
+from hookstore.schema import plain
 from hookstore.shards import Chunk, ShardReader
 
 _OF_ARRAY = ("dtype", "layer", "kind", "phase", "leaf")  # what all rows of an array have in common
@@ -188,7 +189,7 @@ class Run:
 
     @cached_property
     def _manifest(self) -> pa.Table:
-        return self._rows.cast(SCHEMA)
+        return self._rows.cast(plain(self._rows.schema))
 
     @cached_property
     def _captured(self) -> pa.Table:

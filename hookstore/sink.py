@@ -7,22 +7,25 @@ import math
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hookstore.agenda import WHOLE, Take
+from hookstore.capture import TORCH_DTYPES
+from hookstore.clock import Clock, Coordinates
 from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.files import DiskBudgetSpent
-from hookstore.format import DTYPES, SCALED_KINDS
-from hookstore.layout import Array, Call, Capture
+from hookstore.format import SCALED_KINDS
+from hookstore.layout import Array, Call, Draft
 from hookstore.nested import Other
 from hookstore.parts import Apart, take_apart
-from hookstore.schedule import Clock, Coordinates
 from hookstore.staging import Stager
 from hookstore.structure import TENSOR, encode_at
 
-TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 # What a tensor is besides its dtype and shape: where it lives, dense or not, wrapped, nested, lazily conjugated or negated. It is read without giving the
 # GIL away, which would cost many times what a small copy does while the writer is waiting for it.
 _dispatch_keys = torch._C._dispatch_keys
@@ -40,40 +43,65 @@ class Sink:
         Where they go.
     clock : Clock
         Where training stands.
-    dtype : str or None
-        What floating-point tensors are cast to.
     disable_on_failure : bool
         Whether a failure of the writer ends capturing with a warning instead of reaching the training loop.
     scaler : torch.amp.GradScaler or None
         What the loss is scaled by.
     """
 
-    def __init__(
-        self, stager: Stager, clock: Clock, *, dtype: str | None, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None
-    ) -> None:
+    def __init__(self, stager: Stager, clock: Clock, *, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None) -> None:
         self.is_active = True
         self.scaler = scaler
         self.clock = clock
         self._stager = stager
-        self._stored = {
-            torch_dtype: dtype if dtype is not None and torch_dtype.is_floating_point else name
-            for torch_dtype, name in TORCH_DTYPES.items()
-        }
         self._known: dict[tuple[object, ...], Array] = {}  # where tensors go that are copied as whole chunks within the host
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
         self._cut_short: Coordinates | None = None
 
     def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
-        """Stage one tensor, or note why it cannot be."""
-        if not self.is_active:
+        """Stage one tensor in the forms that are due, or note why it cannot be."""
+        due = call.due
+        if not self.is_active or due is None or kind not in due.takes:
             return
         if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
             call = call._replace(scale=_scale_of(self.scaler))
+        for take in due.takes[kind]:
+            if take.portion is None:
+                self.put_as(take, layer, kind, leaf, tensor, call, backward)
+            else:
+                part = self._part_of(tensor, take, layer, kind, leaf, call, backward)
+                if part is not None:
+                    self.put_as(take, layer, kind, leaf, part, call, backward)
+
+    def _part_of(
+        self, tensor: torch.Tensor, take: Take, layer: str, kind: str, leaf: str, call: Call, backward: int
+    ) -> torch.Tensor | None:
+        """Return the part of a tensor that is kept, or note why there is none."""
+        assert take.portion is not None
+        reason = why_not(tensor)
+        if reason is not None:
+            reason = f"{reason}; select works on tensors that are one block of numbers"
+        else:
+            try:
+                with _outside_transforms(), _undisturbed():
+                    return cast("torch.Tensor", take.portion.of(tensor.detach()))
+            except Exception as error:  # the user's own function, or a tensor without that axis, is no reason to stop training
+                reason = (
+                    str(error)
+                    if isinstance(error, IndexError) and take.portion.function is None
+                    else f"select raised {type(error).__name__}: {error}"
+                )
+        self.skip_value(layer, kind, call, reason, leaf=leaf, backward=backward, take=take)
+        return None
+
+    def put_as(self, take: Take, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
+        """Stage one tensor, or a part of one, in a certain form, or note why it cannot be."""
         key: tuple[object, ...] | None = None
         array = None
         try:
             key = (
+                take.number,
                 layer,
                 kind,
                 leaf,
@@ -94,36 +122,36 @@ class Sink:
                 elif _transform() is None and self._stager.stage_whole(array, call, backward, tensor.detach()):
                     return
             except BaseException as error:
-                self._failed(error, Capture(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
+                self._failed(error, Draft(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
                 return
         reason = why_not(tensor)
         apart, reason = (None, None) if reason is None else _apart_or_why(tensor, reason)
         if apart is not None:
-            self._put_parts(layer, kind, leaf, apart, call, backward)
+            self._put_parts(take, layer, kind, leaf, apart, call, backward)
             return
-        capture = self._put_slowly(layer, kind, leaf, tensor, call, backward, reason, self._stored.get(tensor.dtype, ""))
+        capture = self._put_slowly(take, layer, kind, leaf, tensor, call, backward, reason, take.stored.get(tensor.dtype, ""))
         if key is not None and self._is_whole(capture, tensor):
             assert capture.array is not None
             self._known[key] = capture.array
 
-    def _put_parts(self, layer: str, kind: str, leaf: str, apart: Apart, call: Call, backward: int) -> None:
+    def _put_parts(self, take: Take, layer: str, kind: str, leaf: str, apart: Apart, call: Call, backward: int) -> None:
         """Stage the parts of a tensor, each under its name behind the tensor's leaf path."""
         if apart.tensor != TENSOR:
             whole = self._stager.structures[call.structure]
             call = call._replace(structure=self.structure(encode_at(whole, leaf, apart.tensor)))
         for name, part in apart.parts:
             is_cast = name in ("", "values")  # the others say where values are or what they mean, and stay what they are
-            dtype = (self._stored if is_cast else TORCH_DTYPES).get(part.dtype, "")
+            dtype = (take.stored if is_cast else TORCH_DTYPES).get(part.dtype, "")
             path = f"{leaf}.{name}" if leaf and name else leaf or name
-            self._put_slowly(layer, kind, path, part, call, backward, why_not(part), dtype)
+            self._put_slowly(take, layer, kind, path, part, call, backward, why_not(part), dtype)
 
     def _put_slowly(
-        self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int, reason: str | None, dtype: str
-    ) -> Capture:
+        self, take: Take, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int, reason: str | None, dtype: str
+    ) -> Draft:
         """Stage a tensor of any shape from anywhere, or note the reason why it cannot be."""
         shape = () if reason else tuple(tensor.shape)
-        capture = Capture(layer, kind, leaf, dtype, call.coordinates, call.number, backward, call.step, shape, time.time_ns() // 1000)
-        capture.structure, capture.scale = call.structure, call.scale
+        capture = Draft(layer, kind, leaf, dtype, call.coordinates, call.number, backward, call.step, shape, time.time_ns() // 1000)
+        capture.structure, capture.scale, capture.take = call.structure, call.scale, take
         try:
             if reason is not None:
                 self.skip(capture, reason)
@@ -156,7 +184,7 @@ class Sink:
             return 0
         return number
 
-    def _is_whole(self, capture: Capture, tensor: torch.Tensor) -> bool:
+    def _is_whole(self, capture: Draft, tensor: torch.Tensor) -> bool:
         """Say whether what comes like this one is copied byte by byte within the host, as a whole chunk."""
         array = capture.array
         return (
@@ -169,7 +197,7 @@ class Sink:
             and self._stager.takes_whole(array, tensor)
         )
 
-    def _failed(self, error: BaseException, capture: Capture) -> None:
+    def _failed(self, error: BaseException, capture: Draft) -> None:
         """Raise what went wrong in the training loop, or end capturing with a warning if that is what was asked for."""
         if not self.is_active and isinstance(error, RecorderClosedError):
             return  # close() has overtaken this capture
@@ -200,7 +228,7 @@ class Sink:
             stacklevel=2,
         )
 
-    def skip(self, capture: Capture, reason: str, topic: str | None = None) -> None:
+    def skip(self, capture: Draft, reason: str, topic: str | None = None) -> None:
         """Note a gap, and warn about the first of its layer and kind, or of its topic, where it has one."""
         capture.status, capture.reason = "skipped", reason
         self._stager.note(capture)
@@ -214,15 +242,15 @@ class Sink:
                 stacklevel=2,
             )
 
-    def skip_layers(self, reasons: dict[str, str], kinds: list[str], here: Coordinates, step: int) -> None:
+    def skip_layers(self, reasons: dict[str, str], kinds: Mapping[str, Sequence[str]], here: Coordinates, step: int) -> None:
         """Note gaps of whole layers in a batch, a row for each kind, and warn of all of them at once.
 
         Parameters
         ----------
         reasons : dict
             For each layer why it was not called.
-        kinds : list of str
-            What would have been captured of it.
+        kinds : mapping
+            What would have been captured of each layer.
         here : Coordinates
             The batch.
         step : int
@@ -234,8 +262,8 @@ class Sink:
         by_reason: dict[str, list[str]] = {}
         for layer, reason in reasons.items():
             by_reason.setdefault(reason, []).append(layer)
-            for kind in kinds:
-                capture = Capture(
+            for kind in kinds[layer]:
+                capture = Draft(
                     layer, kind, "", "", here, 0, 0, step, (), now, status="skipped", reason=f"the layer was not called: {reason}"
                 )
                 try:
@@ -301,17 +329,17 @@ class Sink:
                 if error is not self._stager.failure:  # that is on its way already, or comes with the next capture
                     raise
 
-    def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Capture:
+    def _of_batch(self, coordinates: Coordinates, status: str, reason: str) -> Draft:
         """Make what stands for a whole batch in the manifest."""
         now = time.time_ns() // 1000
-        return Capture("", "", "", "", coordinates, 0, 0, self.clock.step, (), now, status=status, reason=reason)
+        return Draft("", "", "", "", coordinates, 0, 0, self.clock.step, (), now, status=status, reason=reason)
 
     def skip_other(self, layer: str, kind: str, call: Call, other: Other) -> None:
         """Note that something inside a value is not stored, and warn about the first of its type, unless that is a text, a number or the like."""
         if not self.is_active:
             return
         now = time.time_ns() // 1000
-        capture = Capture(
+        capture = Draft(
             layer, kind, other.leaf, "", call.coordinates, call.number, 0, call.step, (), now, status="skipped", reason=other.reason
         )
         capture.structure = call.structure
@@ -330,13 +358,22 @@ class Sink:
             )
 
     def skip_value(
-        self, layer: str, kind: str, call: Call, reason: str, *, leaf: str = "", backward: int = 0, topic: str | None = None
+        self,
+        layer: str,
+        kind: str,
+        call: Call,
+        reason: str,
+        *,
+        leaf: str = "",
+        backward: int = 0,
+        topic: str | None = None,
+        take: Take = WHOLE,
     ) -> None:
         """Note that a value, or one leaf of it, could not be captured; of all gaps with one topic only the first is warned about."""
         if not self.is_active:
             return
-        capture = Capture(layer, kind, leaf, "", call.coordinates, call.number, backward, call.step, (), time.time_ns() // 1000)
-        capture.structure = call.structure
+        capture = Draft(layer, kind, leaf, "", call.coordinates, call.number, backward, call.step, (), time.time_ns() // 1000)
+        capture.structure, capture.take = call.structure, take
         try:
             self.skip(capture, reason, topic)
         except BaseException as error:
@@ -377,6 +414,13 @@ def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep modes that are set around the user's forward from seeing what we do, and autograd from following it."""
+    with torch.no_grad(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
+        yield
 
 
 def why_not(tensor: torch.Tensor) -> str | None:

@@ -6,6 +6,7 @@ giving the lock away and getting it back.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import threading
@@ -21,26 +22,44 @@ import torch
 from crc32c import crc32c
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hookstore.agenda import ONLY
 from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small
+from hookstore.device_statistics import compute as compute_statistics
+from hookstore.device_statistics import to_records
 from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.files import DiskBudget, DiskBudgetSpent
-from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, align
-from hookstore.layout import Array, ArrayCatalog, Call, Capture
+from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, SUMMARIZED, align
+from hookstore.layout import Array, ArrayCatalog, Call, Draft
+from hookstore.statistics import STATISTICS_DTYPE, as_numbers, of_rows
 
-NOTE = struct.Struct("<5qiIIIf4x")
+NOTE = struct.Struct("<5qiIIIfI")
 NOTE_DTYPE = np.dtype(
     {
-        "names": ["epoch", "batch", "call", "step", "wall_time", "backward", "crc32c", "has_crc32c", "structure", "scale"],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4", "<u4", "<f4"],
+        "names": [
+            "epoch",
+            "batch",
+            "call",
+            "step",
+            "wall_time",
+            "backward",
+            "crc32c",
+            "has_crc32c",
+            "structure",
+            "scale",
+            "has_statistics",
+        ],
+        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4", "<u4", "<f4", "<u4"],
         "itemsize": NOTE.size,
     }
 )
 """What stands about each capture behind the slots of its region: coordinates, the checksum where it was taken with the copy, which structure its value has,
-and the loss scale (NaN for none)."""
+the loss scale (NaN for none), and whether its statistics were computed where the tensor lived and stand behind the notes."""
 
 MOST_STRUCTURE_CHARS = 64 << 20
 _SCALE_OFFSET = NOTE.size - 8
+_STATISTICS_BYTES = 8 * len(STATISTICS_DTYPE.names or ())
 
+_HAS_STATISTICS = struct.Struct("<I")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PIECE_BYTES = 8 << 20
 _FIRST_BYTES = 32 << 20  # of the arena: enough to keep the disk busy
@@ -66,8 +85,8 @@ class Region:
         Where it lies in the arena.
     num_slots : int
         Captures that it can take.
-    notes_offset : int
-        Where the notes begin in the arena, as `NOTE_DTYPE`.
+    notes_offset, statistics_offset : int
+        Where the notes begin in the arena, as `NOTE_DTYPE`, and behind them statistics as rows of float64, where the array wants any.
     is_untouched : bool
         Whether the system still has to back some of it with memory.
     reserved : int
@@ -106,6 +125,7 @@ class Region:
         "reserved",
         "shapes",
         "shard",
+        "statistics_offset",
         "transfers",
         "written_bytes",
     )
@@ -116,8 +136,9 @@ class Region:
         self.epochs, self.batches, self.calls = array.spec.shard_ranges(shard)
         self.offset = offset
         self.num_bytes = num_bytes
-        self.num_slots = num_bytes // (array.stride_bytes + NOTE.size)
+        self.num_slots = num_bytes // _slot_bytes(array)
         self.notes_offset = offset + self.num_slots * array.stride_bytes
+        self.statistics_offset = self.notes_offset + self.num_slots * NOTE.size
         self.is_untouched = is_untouched
         self.disk_bytes = 0
         self.written_bytes = 0
@@ -148,7 +169,7 @@ class Oversize:
 
     Attributes
     ----------
-    capture : Capture
+    capture : Draft
         The capture.
     shard : tuple of int
         Coordinates of its shard.
@@ -162,7 +183,7 @@ class Oversize:
 
     __slots__ = ("capture", "crc", "disk_bytes", "file_offset", "num_bytes", "shard")
 
-    def __init__(self, capture: Capture, shard: tuple[int, ...], num_bytes: int) -> None:
+    def __init__(self, capture: Draft, shard: tuple[int, ...], num_bytes: int) -> None:
         self.capture = capture
         self.shard = shard
         self.num_bytes = num_bytes
@@ -309,14 +330,14 @@ class Stager:
 
     # What hooks call ----------------------------------------------------------------------------------------------
 
-    def stage(self, capture: Capture, tensor: torch.Tensor, *, epoch_batches: int | None = None) -> None:
+    def stage(self, capture: Draft, tensor: torch.Tensor, *, epoch_batches: int | None = None) -> None:
         """Copy one tensor into the arena.
 
         Returns when ``tensor`` may change. Waits while the arena is full unless captures are to be dropped then.
 
         Parameters
         ----------
-        capture : Capture
+        capture : Draft
             What it is; ``array``, ``status`` and ``reason`` are filled in here.
         tensor : torch.Tensor
             Detached, strided; cast to ``capture.dtype`` on the way.
@@ -407,26 +428,25 @@ class Stager:
             self._staging_threads.discard(thread)
         return True
 
-    def _stage(self, capture: Capture, tensor: torch.Tensor, epoch_batches: int | None) -> None:
+    def _stage(self, capture: Draft, tensor: torch.Tensor, epoch_batches: int | None) -> None:
         if self.failure is not None:
             raise self.failure
         if tensor.numel() == 0:
+            if capture.take.stats:
+                _summarize(capture, tensor)
             self.note(capture)
             return
         where = capture.coordinates
-        array = self._catalog.find(
-            capture.layer,
-            capture.kind,
-            capture.leaf,
-            capture.dtype,
-            where.phase,
-            capture.shape,
-            calls=capture.call > 0,
-            epoch_batches=epoch_batches,
-        )
+        array = self._catalog.find(capture, epoch_batches=epoch_batches)
         capture.array = array
         if _smallest_region(array) > self.arena_bytes:
             capture.scale = float(capture.scale)  # waits for the device, as the pieces do
+            if array.stats:
+                _summarize(capture, tensor)
+            if array.stats == ONLY:
+                capture.array = None
+                self.note(capture)
+                return
             self._stage_oversize(capture, array.spec.shard_of(where.epoch, where.batch, capture.call), tensor)
             return
         call = Call(where, capture.call, capture.step, 0, capture.structure, capture.scale)
@@ -458,11 +478,7 @@ class Stager:
                     reason = f"the staging buffer of {self.arena_bytes:,} bytes was full"
             if region is not None:
                 started = time.perf_counter() if region.is_untouched else 0.0
-                transfer = self._copy(array, region.offset + slot * array.stride_bytes, shape, tensor)
-                if transfer is not None:
-                    region.transfers.append(transfer)
-                if type(call.scale) is not float:
-                    self._copy_scale(region, slot, call.scale)
+                self._fill_slot(region, slot, shape, tensor, call.scale)
                 copied = True
                 if started:
                     self._learn_touch(time.perf_counter() - started, array.chunk_bytes)
@@ -473,13 +489,26 @@ class Stager:
                 self._hand_over_for_sure(region, slot, copied=copied)
         return reason
 
+    def _fill_slot(self, region: Region, slot: int, shape: tuple[int, ...], tensor: torch.Tensor, scale: Any) -> None:
+        """Copy a tensor into a slot, and what is to be known of it that lives on its device."""
+        array = region.array
+        has_statistics = bool(array.stats) and not isinstance(self._devices.of(tensor), CpuDevice)
+        if has_statistics:
+            self._copy_statistics(region, slot, tensor)
+        if not has_statistics or array.stats != ONLY:
+            transfer = self._copy(array, region.offset + slot * array.stride_bytes, shape, tensor)
+            if transfer is not None:
+                region.transfers.append(transfer)
+        if type(scale) is not float:
+            self._copy_scale(region, slot, scale)
+
     def _learn_touch(self, took_s: float, num_bytes: int) -> None:
         """Note how long a copy to memory took that had not been used before."""
         self._touch_s_per_byte = min((self._touch_s_per_byte + took_s / num_bytes) / 2, _MOST_TOUCH_S_PER_BYTE)
 
     def _note(self, region: Region, slot: int, call: Call, backward: int, wall_time_us: int, crc: int | None) -> None:
         """Write what the manifest needs of a capture behind the slots of its region."""
-        where, number, step, _, structure, scale = call
+        where, number, step, _, structure, scale, _ = call
         NOTE.pack_into(
             self.memory,
             region.notes_offset + slot * NOTE.size,
@@ -493,6 +522,7 @@ class Stager:
             crc is not None,
             structure,
             scale if type(scale) is float else math.nan,
+            0,
         )
 
     def _copy_scale(self, region: Region, slot: int, scale: Any) -> None:
@@ -506,6 +536,18 @@ class Stager:
             transfer = self._devices.of(scale).copy(destination, scale.detach().reshape(1))
         if transfer is not None:
             region.transfers.append(transfer)
+
+    def _copy_statistics(self, region: Region, slot: int, tensor: torch.Tensor) -> None:
+        """Have the statistics of a tensor that lives on a device computed there, and arrive behind the notes."""
+        start = region.statistics_offset + slot * _STATISTICS_BYTES
+        destination = self._arena[start : start + _STATISTICS_BYTES].view(torch.float64)
+        with torch.no_grad(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
+            stored = tensor.to(getattr(torch, region.array.spec.dtype))
+            vector = compute_statistics(stored)
+            transfer = self._devices.of(vector).copy(destination, vector)
+        if transfer is not None:
+            region.transfers.append(transfer)
+        _HAS_STATISTICS.pack_into(self.memory, region.notes_offset + slot * NOTE.size + NOTE.size - _HAS_STATISTICS.size, 1)
 
     def structure(self, text: str) -> int | None:
         """Return the number that stands for a structure, or ``None`` if so many different ones have been that their texts would fill the memory."""
@@ -521,7 +563,7 @@ class Stager:
                     number = self._structure_numbers[text] = len(self.structures) - 1
         return number
 
-    def note(self, capture: Capture) -> None:
+    def note(self, capture: Draft) -> None:
         """Hand over a capture that has no bytes: an empty tensor, or a gap with its reason.
 
         Raises
@@ -585,7 +627,7 @@ class Stager:
                 self._handed_over_bytes += region.num_captures * region.array.chunk_bytes
             self._closing.pop(region, None)
 
-    def _drop_capture(self, capture: Capture, reason: str) -> None:
+    def _drop_capture(self, capture: Draft, reason: str) -> None:
         self.num_dropped += 1
         capture.array, capture.status, capture.reason = None, "dropped", reason
         self.note(capture)
@@ -654,7 +696,7 @@ class Stager:
         share = most_open_bytes // max(1, self._num_arrays) // PAGE_BYTES * PAGE_BYTES
         wanted = max(smallest, min(array.region_bytes, share))
         largest = self._free.largest_hole_bytes
-        is_for_many = wanted >= 2 * (array.stride_bytes + NOTE.size)
+        is_for_many = wanted >= 2 * _slot_bytes(array)
         if is_for_many and largest < wanted and self._free.num_bytes + wanted <= min(self.arena_bytes, _FIRST_BYTES + most_open_bytes):
             self._free.extend(wanted)  # what waits for more captures does not come out of what keeps the disk busy
             return wanted
@@ -726,7 +768,7 @@ class Stager:
 
     # Captures larger than the arena -------------------------------------------------------------------------------
 
-    def _stage_oversize(self, capture: Capture, shard: tuple[int, ...], tensor: torch.Tensor) -> None:
+    def _stage_oversize(self, capture: Draft, shard: tuple[int, ...], tensor: torch.Tensor) -> None:
         """Send a capture through the arena in pieces, waiting for room for each."""
         array = capture.array
         assert array is not None
@@ -890,9 +932,65 @@ class Stager:
             self._room.notify_all()
 
 
+def _slot_bytes(array: Array) -> int:
+    """Return what one capture takes of a region, with all that stands about it."""
+    return array.stride_bytes + NOTE.size + (_STATISTICS_BYTES if array.stats else 0)
+
+
 def _smallest_region(array: Array) -> int:
     """Return the bytes of a region for one capture."""
-    return align(array.stride_bytes + NOTE.size, PAGE_BYTES)
+    return align(_slot_bytes(array), PAGE_BYTES)
+
+
+def _summarize(capture: Draft, tensor: torch.Tensor) -> None:
+    """Compute statistics at once, of a tensor that does not go through a region; one on a device is waited for."""
+    stored = tensor.detach().to(getattr(torch, capture.dtype))
+    capture.statistics = to_records(compute_statistics(stored).cpu().numpy()[None])
+    if capture.take.stats == ONLY:
+        capture.status, capture.reason = "summarized", SUMMARIZED
+
+
+def region_statistics(region: Region, slots: np.ndarray[Any, Any], notes: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
+    """Return statistics of the captures in a region, `hookstore.statistics.STATISTICS_DTYPE`: those that came with them, or of their bytes.
+
+    Parameters
+    ----------
+    region : Region
+        The region, complete.
+    slots, notes : numpy.ndarray
+        The slots that hold a capture, and the notes about these.
+    memory : memoryview
+        The arena.
+    """
+    array = region.array
+    if notes["has_statistics"].all():
+        vectors = np.frombuffer(memory, dtype="<f8", count=region.reserved * 9, offset=region.statistics_offset).reshape(-1, 9)
+        return to_records(vectors[slots])
+    spec = array.spec
+    itemsize = array.itemsize
+    bits = np.dtype(f"V{itemsize}") if itemsize == 16 else np.dtype(f"<u{itemsize}")
+    chunks = np.ndarray(
+        (region.reserved, array.chunk_bytes // itemsize),
+        dtype=bits,
+        buffer=memory,
+        offset=region.offset,
+        strides=(array.stride_bytes, itemsize),
+    )
+    if len(slots) == region.reserved and not region.shapes:
+        return of_rows(as_numbers(chunks, spec.dtype))
+    return np.concatenate(
+        [
+            of_rows(as_numbers(_true_part(chunks[slot], spec.chunk_shape, region.shapes.get(slot, spec.chunk_shape)), spec.dtype))
+            for slot in slots.tolist()
+        ]
+    )
+
+
+def _true_part(chunk: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return a chunk without its padding, as one row."""
+    if shape == chunk_shape:
+        return chunk[None]
+    return chunk.reshape(chunk_shape)[tuple(slice(size) for size in shape)].reshape(1, -1)
 
 
 def _fill(slot: torch.Tensor, dtype: str) -> None:
@@ -906,7 +1004,7 @@ def _fill(slot: torch.Tensor, dtype: str) -> None:
         slot.view(bits).fill_(value - (1 << 8 * kind.itemsize) if bits != torch.uint8 and value >> (8 * kind.itemsize - 1) else value)
 
 
-def _whole_chunk(array: Array, capture: Capture, tensor: torch.Tensor) -> torch.Tensor:
+def _whole_chunk(array: Array, capture: Draft, tensor: torch.Tensor) -> torch.Tensor:
     """Return the contiguous chunk of a capture, flat; a copy only where the tensor is not that already."""
     dtype = getattr(torch, capture.dtype)
     if capture.shape == array.spec.chunk_shape:

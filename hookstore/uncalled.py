@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hookstore.clock import Coordinates
 from hookstore.hooks import LayerHooks
-from hookstore.schedule import Coordinates
 from hookstore.sink import Sink
 from hookstore.wrappers import has_forward, type_name
 
@@ -33,21 +33,17 @@ class UncalledLayers:
 
     Parameters
     ----------
-    layers : iterable of str
-        Names of the layers.
-    kinds : iterable of str
-        What is captured of each.
+    kinds : mapping
+        What is captured of each layer, by its name.
     sink : Sink
         Where rows go.
     likely_causes : callable
         Gets names of layers, and returns why each was not called.
     """
 
-    def __init__(
-        self, layers: Iterable[str], kinds: Iterable[str], sink: Sink, likely_causes: Callable[[Iterable[str]], dict[str, str]]
-    ) -> None:
-        self._untold = dict.fromkeys(layers)
-        self._kinds = [kind for kind in kinds if kind in _OF_A_CALL]
+    def __init__(self, kinds: Mapping[str, Iterable[str]], sink: Sink, likely_causes: Callable[[Iterable[str]], dict[str, str]]) -> None:
+        self._untold = dict.fromkeys(kinds)
+        self._kinds = {layer: [kind for kind in of_layer if kind in _OF_A_CALL] for layer, of_layer in kinds.items()}
         self._sink = sink
         self._likely_causes = likely_causes
         self._ended: dict[str, _Ended] = {}  # by phase
@@ -72,11 +68,16 @@ class UncalledLayers:
         if before is not None and not is_same:
             del self._ended[here.phase]
             self._tell(before)
-        if any(models.values()) or here.calls.keys() >= self._untold.keys():
+        due = frozenset() if here.due is None else here.due.of_calls
+        if any(models.values()) or here.calls.keys() >= self._untold.keys() & due:
             self._ended.pop(here.phase, None)
             return
         # Who calls parts of a model by hand need not call all of them, nor in every batch all of several models.
-        missing = [layer for layer in self._untold if layer not in here.calls and ("" in models or layer.partition(".")[0] in models)]
+        missing = [
+            layer
+            for layer in self._untold
+            if layer in due and layer not in here.calls and ("" in models or layer.partition(".")[0] in models)
+        ]
         if before is not None and is_same:
             before.causes = {layer: cause for layer, cause in before.causes.items() if layer in missing}
         else:

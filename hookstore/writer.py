@@ -27,18 +27,21 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from hookstore.agenda import ONLY
 from hookstore.arrays import ArrayStore
+from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderClosedError
 from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
-from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, Row, align
-from hookstore.layout import Array, Capture
+from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
+from hookstore.layout import Array, Draft
 from hookstore.lock import RunLock
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, Origin, RowBlock, ShardRows, make_batch, rows_to_stream
 from hookstore.recovery import Leftover, Unsealed, partial_block
-from hookstore.schedule import Coordinates
+from hookstore.schema import SCHEMA
 from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums, publish
-from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager
+from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager, region_statistics
+from hookstore.statistics import divided
 
 _POLL_S = 0.1
 _ITEMS_PER_TURN = 64
@@ -75,6 +78,8 @@ class _Prepared:
         Checksums of the chunks as they are, uint32.
     chunks : list of bytes or None
         The chunks, encoded.
+    statistics : numpy.ndarray or None
+        Statistics of the captures, where they are wanted.
     was_submitted : bool
         Whether an encoder has it or has had it.
     """
@@ -84,11 +89,14 @@ class _Prepared:
     notes: np.ndarray[Any, Any]
     crcs: np.ndarray[Any, Any] | None = None
     chunks: list[bytes] | None = None
+    statistics: np.ndarray[Any, Any] | None = None
     was_submitted: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether it can be written."""
+        if self.region.array.stats == ONLY:
+            return self.statistics is not None
         return self.crcs is not None or self.chunks is not None
 
 
@@ -130,9 +138,13 @@ class Encoder:
         self._queue.put(prepared)
 
     def prepare(self, prepared: _Prepared) -> None:
-        """Encode the chunks of a region, or take their checksums, in the calling thread."""
+        """Take statistics of a region's captures, where they are wanted, and encode its chunks or take their checksums, in the calling thread."""
         region, notes = prepared.region, prepared.notes
         array = region.array
+        if array.stats:
+            prepared.statistics = region_statistics(region, prepared.slots, notes, self._memory)
+        if array.stats == ONLY:
+            return
         if array.spec.codec is not None:
             starts = (region.offset + prepared.slots * array.stride_bytes).tolist()
             prepared.chunks = [self.encode(array, self._memory[start : start + array.chunk_bytes]) for start in starts]
@@ -194,6 +206,8 @@ class Writer:
         What the run holds from before.
     under_way : callable
         Gives the batches that are being recorded and not complete, and the optimizer steps done.
+    schema : pyarrow.Schema
+        Of the manifest's rows.
     """
 
     def __init__(
@@ -208,6 +222,7 @@ class Writer:
         lock: RunLock | None = None,
         leftover: Leftover | None = None,
         under_way: Callable[[], tuple[Sequence[Coordinates], int]] = lambda: ((), 0),
+        schema: Any = SCHEMA,
     ) -> None:
         self.acknowledged_bytes = 0
         self.num_acknowledged = 0
@@ -221,7 +236,8 @@ class Writer:
         before = leftover or Leftover(0, [], {}, [])
         self._attempt = before.attempt
         self._arrays = ArrayStore(os.path.join(run_path, LAYERS_DIR), num_epochs, stored=before.arrays, seen=before.seen)
-        self._manifest = ManifestWriter(run_path, rank, before.attempt)
+        self._schema = schema
+        self._manifest = ManifestWriter(run_path, rank, before.attempt, schema)
         self._files = ShardFiles(os.path.join(run_path, JOURNAL_DIR))
         self._shards: dict[str, dict[tuple[int, ...], ShardWriter]] = {}
         self._dirty: dict[str, ShardWriter] = {}
@@ -299,7 +315,7 @@ class Writer:
         shard = unsealed.adopt(os.path.join(self._run_path, LAYERS_DIR), self._files)
         self._shards.setdefault(unsealed.spec.path, {})[unsealed.shard] = shard
         self._stager.count_written(tail_bytes_of(unsealed.spec.num_entries))
-        self._rows_of[shard] = ShardRows(self._files.spool)
+        self._rows_of[shard] = ShardRows(self._files.spool, self._schema)
 
     # The thread ---------------------------------------------------------------------------------------------------
 
@@ -359,7 +375,7 @@ class Writer:
             pass  # it stands in line already
         elif isinstance(item, Piece):
             self._write_piece(item)
-        elif isinstance(item, Capture):
+        elif isinstance(item, Draft):
             self._note(RowBlock.of(self._row(item)))
         elif isinstance(item, SyncRequest):
             self._requests.append(item)
@@ -410,7 +426,10 @@ class Writer:
     def _write_region(self, prepared: _Prepared) -> None:
         region = prepared.region
         spec = region.array.spec
-        if len(prepared.notes) == 1 and prepared.chunks is None and not region.holes:
+        shard: ShardWriter | None = None
+        if region.array.stats == ONLY:
+            numbers = _coordinates_of(prepared.notes)
+        elif len(prepared.notes) == 1 and prepared.chunks is None and not region.holes:
             shard, numbers = self._write_one(prepared)
         else:
             shard, numbers = self._write_many(prepared)
@@ -420,7 +439,8 @@ class Writer:
                 continue
             numbers["shape"][np.searchsorted(prepared.slots, slot)] = shapes.setdefault(shape, len(shapes))
         origins = self._origins(prepared.notes, numbers)
-        region.written_bytes = shard.num_bytes - int(numbers["offset"].min()) // PAGE_BYTES * PAGE_BYTES
+        if shard is not None:
+            region.written_bytes = shard.num_bytes - int(numbers["offset"].min()) // PAGE_BYTES * PAGE_BYTES
         self._stager.release(region)
         block = RowBlock(
             phase=spec.phase,
@@ -429,14 +449,16 @@ class Writer:
             leaf=spec.leaf,
             rank=self._rank,
             attempt=self._attempt,
-            array=region.array.path,
+            array="" if shard is None else region.array.path,
             dtype=spec.dtype,
-            shard=shard.key,
-            status="ok",
-            reason="",
+            shard="" if shard is None else shard.key,
+            status="summarized" if shard is None else "ok",
+            reason=SUMMARIZED if shard is None else "",
             shapes=list(shapes),
             origins=origins,
             numbers=numbers,
+            portion=spec.portion,
+            statistics=None if prepared.statistics is None else divided(prepared.statistics, prepared.notes["scale"]),
         )
         self._note(block, shard)
 
@@ -455,7 +477,7 @@ class Writer:
         """Write a region of one capture, as large ones are: without NumPy, whose calls cost more than they do here."""
         region, array = prepared.region, prepared.region.array
         assert prepared.crcs is not None
-        epoch, batch, call, step, wall_time, backward, _, _, _, _ = NOTE.unpack_from(self._stager.memory, region.notes_offset)
+        epoch, batch, call, step, wall_time, backward, _, _, _, _, _ = NOTE.unpack_from(self._stager.memory, region.notes_offset)
         crc = int(prepared.crcs[0])
         shard = self._shard(array, region.shard, (epoch, batch, call))
         memory = self._stager.memory[region.offset : region.offset + region.num_bytes]
@@ -468,9 +490,7 @@ class Writer:
         spec = region.array.spec
         shard = self._shard(region.array, region.shard, (int(notes["epoch"].max()), int(notes["batch"].max()), int(notes["call"].max())))
         entries = spec.entries(notes["epoch"], notes["batch"], notes["call"])
-        numbers = np.zeros(len(notes), dtype=NUMBERS_DTYPE)
-        for name in ("epoch", "batch", "call", "step", "wall_time", "backward"):
-            numbers[name] = notes[name]
+        numbers = _coordinates_of(notes)
         if prepared.chunks is not None:
             numbers["offset"], numbers["length"], numbers["crc32c"] = shard.append_encoded(prepared.chunks, entries)
         else:
@@ -521,7 +541,7 @@ class Writer:
             directory = self._arrays.directory(array.spec)
             shard = ShardWriter(directory, array.spec, where, self._files)
             self._new_directories.add(directory)
-            self._rows_of[shard] = ShardRows(self._files.spool)
+            self._rows_of[shard] = ShardRows(self._files.spool, self._schema)
         shards[where] = shard  # last in the dictionary: used last
         self._dirty[shard.path] = shard
         return shard
@@ -537,7 +557,7 @@ class Writer:
             del shards[shard.shard]
         self._seal(left_behind)
 
-    def _row(self, capture: Capture, shard: ShardWriter | None = None, offset: int = 0, length: int = 0, crc: int = 0) -> Row:
+    def _row(self, capture: Draft, shard: ShardWriter | None = None, offset: int = 0, length: int = 0, crc: int = 0) -> Row:
         where = capture.coordinates
         return Row(
             phase=where.phase,
@@ -564,6 +584,8 @@ class Writer:
             status=capture.status,
             reason=capture.reason,
             structure=self._stager.structures[capture.structure],
+            portion=capture.take.text,
+            statistics=None if capture.statistics is None else divided(capture.statistics, np.float64(capture.scale)),
         )
 
     def _note(self, block: RowBlock, shard: ShardWriter | None = None) -> None:
@@ -576,7 +598,7 @@ class Writer:
         """Bring the rows into the journal, in one frame."""
         if not self._blocks:
             return
-        batch = make_batch([block for block, _ in self._blocks])
+        batch = make_batch([block for block, _ in self._blocks], self._schema)
         self._manifest.append(batch)
         self._count_journal(batch.num_rows)
         self._needs_mark = True
@@ -653,6 +675,14 @@ class Writer:
         with contextlib.suppress(OSError):  # a network file system's own hidden file may lie there; all of ours are gone
             system.rmdir(os.path.join(self._run_path, JOURNAL_DIR))
         sync_directory(self._run_path)
+
+
+def _coordinates_of(notes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the numbers of rows as far as the notes have them."""
+    numbers = np.zeros(len(notes), dtype=NUMBERS_DTYPE)
+    for name in ("epoch", "batch", "call", "step", "wall_time", "backward"):
+        numbers[name] = notes[name]
+    return numbers
 
 
 def _origin(structures: Sequence[str], structure: int, scale: Any) -> Origin:

@@ -516,7 +516,7 @@ class Layers(nn.Module):
             getattr(self, name)(value)
 
 
-class Capture(NamedTuple):
+class Draft(NamedTuple):
     """A batch of some layers, which then waits until it is acknowledged."""
 
     epoch: int
@@ -528,27 +528,27 @@ class Flush(NamedTuple):
     """A call of ``recorder.flush()``."""
 
 
-Step = Capture | Flush
+Step = Draft | Flush
 EARLY = ("small", "large")
 
 STEPS: tuple[Step, ...] = (
-    Capture(0, 0, EARLY),
-    Capture(0, 1),
+    Draft(0, 0, EARLY),
+    Draft(0, 1),
     Flush(),
-    Capture(0, 2),  # full shards are sealed, and that of "late" is left behind
-    Capture(0, 3),
-    Capture(0, 4, EARLY),  # the extents grow
+    Draft(0, 2),  # full shards are sealed, and that of "late" is left behind
+    Draft(0, 3),
+    Draft(0, 4, EARLY),  # the extents grow
     Flush(),
-    Capture(0, 0, ("late",)),  # into a shard that is sealed
-    Capture(0, 5, EARLY),
-    Capture(1, 0, EARLY),
+    Draft(0, 0, ("late",)),  # into a shard that is sealed
+    Draft(0, 5, EARLY),
+    Draft(1, 0, EARLY),
 )
 RESUMED_STEPS: tuple[Step, ...] = (
-    Capture(0, 4),  # once more, as after a checkpoint
-    Capture(0, 5),
+    Draft(0, 4),  # once more, as after a checkpoint
+    Draft(0, 5),
     Flush(),
-    Capture(1, 0),
-    Capture(1, 1, ("late",)),
+    Draft(1, 0),
+    Draft(1, 1, ("late",)),
 )
 
 
@@ -1070,7 +1070,7 @@ class Checker:
                     perform(recorder, model, steps, attempt)
             self._directory.read()
             new = frozenset(
-                Key(attempt, step.epoch, step.batch, layer) for step in steps if isinstance(step, Capture) for layer in step.layers
+                Key(attempt, step.epoch, step.batch, layer) for step in steps if isinstance(step, Draft) for layer in step.layers
             )
             kept = self.check_open(state.required | there | new, recovered=True)
             self.check_plain(kept)

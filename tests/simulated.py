@@ -35,10 +35,10 @@ from torch import nn
 
 import hookstore
 import hookstore.recorder
+from hookstore.clock import Coordinates
 from hookstore.device import CpuDevice, Devices, FreeList, StreamDevice, allocate_host
 from hookstore.format import DTYPES, PAGE_BYTES
-from hookstore.layout import ArrayCatalog, Capture
-from hookstore.schedule import Coordinates
+from hookstore.layout import ArrayCatalog, Draft
 from hookstore.staging import NOTE_DTYPE, Oversize, Piece, Region, Stager
 from hookstore.writer import Writer
 
@@ -408,11 +408,11 @@ class Consumer:
     def __init__(self, stager: Stager) -> None:
         self.contents: dict[int, bytes] = {}  # by batch: each capture has its own
         self.scales: dict[int, float] = {}
-        self.gaps: list[Capture] = []
+        self.gaps: list[Draft] = []
         self._stager = stager
         self._pieces: dict[Oversize, bytearray] = {}
 
-    def take(self, item: Region | Piece | Capture) -> None:
+    def take(self, item: Region | Piece | Draft) -> None:
         """Take one item of the queue."""
         if isinstance(item, Region):
             self._take_region(item)
@@ -501,11 +501,11 @@ class Simulation:
     ) -> None:
         self.runtime = SimulatedRuntime(schedule, largest_allocation_bytes=largest_allocation_bytes)
         self.device = device_type(self.runtime, ring_bytes)
-        catalog = ArrayCatalog(every=1, num_epochs=None, rank=0, codec=dict.fromkeys(DTYPES))
+        catalog = ArrayCatalog(num_epochs=None, rank=0)
         arena = allocate_host(arena_bytes, pinned=False)
         self.stager = stager_type(arena, SimulatedDevices(self.runtime, self.device), catalog, drop_when_full=drop_when_full)
         self.consumer = Consumer(self.stager)
-        self.captured: list[tuple[Capture, torch.Tensor]] = []
+        self.captured: list[tuple[Draft, torch.Tensor]] = []
         self.scales: dict[int, float] = {}
         self._schedule = schedule
         self._batches = itertools.count()
@@ -529,11 +529,11 @@ class Simulation:
         layer: str = "layer",
         scale: torch.Tensor | None = None,
         expected_scale: float = math.nan,
-    ) -> Capture:
+    ) -> Draft:
         """Stage a tensor of the device, as a hook would, and note what it is expected to be, in the dtype to capture it in."""
         where = Coordinates("train", 0, next(self._batches))
         dtype = str(values.dtype).removeprefix("torch.")
-        capture = Capture(layer, "activation", "", dtype, where, 0, 0, 0, tuple(tensor.shape), 0)
+        capture = Draft(layer, "activation", "", dtype, where, 0, 0, 0, tuple(tensor.shape), 0)
         if scale is not None:
             capture.scale = scale
             self.scales[where.batch] = expected_scale
@@ -646,7 +646,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _chunk(capture: Capture, values: torch.Tensor) -> bytes:
+def _chunk(capture: Draft, values: torch.Tensor) -> bytes:
     """Return the bytes of the chunk that a capture fills, with its padding."""
     assert capture.array is not None
     shape = capture.array.spec.chunk_shape
@@ -656,7 +656,7 @@ def _chunk(capture: Capture, values: torch.Tensor) -> bytes:
     return bytes(filled)
 
 
-def _name(capture: Capture) -> str:
+def _name(capture: Draft) -> str:
     return f"layer {capture.layer!r}, batch {capture.coordinates.batch}"
 
 

@@ -23,8 +23,8 @@ from replay import (
     EARLY,
     Acknowledged,
     BrokenPromiseError,
-    Capture,
     Checker,
+    Draft,
     Flush,
     LoopingReader,
     Recording,
@@ -42,23 +42,23 @@ from hookstore.recovery import _TakeUp
 from hookstore.shards import ShardWriter
 from hookstore.writer import Writer
 
-SHORT = (Capture(0, 0), Flush(), Capture(0, 1))
-SEALING = (Capture(0, 0), Capture(0, 1, EARLY), Flush(), Capture(0, 2, EARLY))
-MANY_ROWS = (Capture(0, 0), Capture(0, 1), Capture(0, 2), Capture(0, 3))  # more than a segment holds
+SHORT = (Draft(0, 0), Flush(), Draft(0, 1))
+SEALING = (Draft(0, 0), Draft(0, 1, EARLY), Flush(), Draft(0, 2, EARLY))
+MANY_ROWS = (Draft(0, 0), Draft(0, 1), Draft(0, 2), Draft(0, 3))  # more than a segment holds
 REOPENING = (
-    Capture(0, 1),
+    Draft(0, 1),
     Flush(),
-    Capture(0, 2),
-    Capture(0, 3),
+    Draft(0, 2),
+    Draft(0, 3),
     Flush(),
-    Capture(0, 0, ("late",)),
+    Draft(0, 0, ("late",)),
     Flush(),
-    Capture(1, 0, ("late",)),
+    Draft(1, 0, ("late",)),
 )
 
 
-UNFINISHED = (Capture(0, 0), Flush(), Capture(0, 1), Capture(0, 2, EARLY))
-RESUMED = (Capture(0, 2), Capture(0, 3, EARLY))
+UNFINISHED = (Draft(0, 0), Flush(), Draft(0, 1), Draft(0, 2, EARLY))
+RESUMED = (Draft(0, 2), Draft(0, 3, EARLY))
 
 
 class Replacement(NamedTuple):

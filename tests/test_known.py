@@ -15,9 +15,9 @@ from torch.func import grad, vmap
 
 import hookstore
 from hookstore import staging as staging_module
+from hookstore.clock import Coordinates
 from hookstore.device import Devices, allocate_host
-from hookstore.layout import ArrayCatalog, Capture
-from hookstore.schedule import Coordinates
+from hookstore.layout import ArrayCatalog, Draft
 from hookstore.staging import Stager
 
 
@@ -242,12 +242,12 @@ def test_no_hooks_come_back_after_the_recorder_is_closed(tmp_path):
 
 
 def make_stager(num_bytes, *, drop=False):
-    catalog = ArrayCatalog(every=1, num_epochs=None, rank=0, codec={"float32": None})
+    catalog = ArrayCatalog(num_epochs=None, rank=0)
     return Stager(allocate_host(num_bytes, pinned=False), Devices(0), catalog, drop_when_full=drop, is_untouched=True)
 
 
 def stage(stager, batch, tensor, layer="layer"):
-    capture = Capture(layer, "activation", "", "float32", Coordinates("train", 0, batch), 0, 0, 0, tuple(tensor.shape), 0)
+    capture = Draft(layer, "activation", "", "float32", Coordinates("train", 0, batch), 0, 0, 0, tuple(tensor.shape), 0)
     stager.stage(capture, tensor)
     return capture
 

@@ -18,9 +18,9 @@ from replay import (
     RUN,
     STEPS,
     Acknowledged,
-    Capture,
     Checker,
     Directory,
+    Draft,
     Durable,
     FileSystem,
     Flush,
@@ -250,7 +250,7 @@ def test_the_recording_has_all_that_can_go_wrong(recorded: Recording) -> None:
     assert sum(what == "there" and os.path.basename(path).startswith("c.") for what, path in done) >= 10
     assert sum(what == "written" and path.endswith(".journal") for what, path in done) >= 15
     keys = [key for operation in recorded.operations if isinstance(operation, Acknowledged) for key in operation.keys]
-    assert set(keys) == {Key(0, step.epoch, step.batch, layer) for step in STEPS if isinstance(step, Capture) for layer in step.layers}
+    assert set(keys) == {Key(0, step.epoch, step.batch, layer) for step in STEPS if isinstance(step, Draft) for layer in step.layers}
     assert any(isinstance(operation, Durable) and 0 < len(operation.keys) < len(keys) for operation in recorded.operations)
 
 
@@ -290,7 +290,7 @@ def test_a_reader_that_follows_a_run_sees_all_that_is_acknowledged_at_any_point(
             now = follow(run, state)
             assert seen <= now
             seen = now
-    assert len(seen) == sum(len(step.layers) for step in STEPS if isinstance(step, Capture))
+    assert len(seen) == sum(len(step.layers) for step in STEPS if isinstance(step, Draft))
 
 
 def test_a_power_failure_at_any_point_loses_nothing_durable(recorded: Recording, checker: Checker, amount: Amount) -> None:
@@ -412,14 +412,14 @@ def test_recovery_after_a_power_failure_that_fails_itself(recorded: Recording, t
 
 
 def test_taking_up_again_after_a_kill_at_any_point(recorded: Recording, checker: Checker, amount: Amount) -> None:
-    steps = (Capture(0, 1), Flush(), Capture(1, 1))
+    steps = (Draft(0, 1), Flush(), Draft(1, 1))
     for state in amount.of(killed_states(recorded, cuts=1, seed=3), 5):
         checker.check_resume(state, steps)
     assert checker.num_resumed >= 5
 
 
 def test_taking_up_again_after_a_power_failure_at_any_point(recorded: Recording, checker: Checker, amount: Amount) -> None:
-    steps = (Capture(0, 1), Flush(), Capture(1, 1))
+    steps = (Draft(0, 1), Flush(), Draft(1, 1))
     for state in amount.of(power_losses(recorded, limit=amount.limit(3), seed=2), 5):
         checker.check_resume(state, steps)
     assert checker.num_resumed >= 5
@@ -449,7 +449,7 @@ def test_a_run_that_lost_its_directories_to_a_power_failure(recordings: Any, che
         there: dict[str, bytes | None] = {path: tree.get(path) for path in kept if path != kept[missing]}
         state = State(there, frozenset(), True, 0, f"without {kept[missing]}")
         checker.check(state)
-        checker.check_resume(state, (Capture(0, 0),))
+        checker.check_resume(state, (Draft(0, 0),))
     assert checker.num_recovered == checker.num_resumed == 3
 
 

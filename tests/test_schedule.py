@@ -8,11 +8,17 @@ import torch
 from torch import nn
 
 import hookstore
-from hookstore.schedule import Clock, Schedule
+from hookstore.agenda import Agenda
+from hookstore.clock import Clock
+from hookstore.schedule import Schedule
 
 
 def schedule(**options):
     return Schedule.build(**{"every": 1, "epochs": None, "batches": None, "phases": "train", **options})
+
+
+def agenda(**options):
+    return Agenda([hookstore.Capture(layers="", **options)], {"": nn.Linear(1, 1)})
 
 
 def recorded(chosen, epochs=3, batches=8):
@@ -56,7 +62,7 @@ def test_bad_options_name_themselves(options, option):
 
 def make_clock(**options):
     phase = ["train"]
-    return Clock(schedule(**options), lambda: phase[0]), phase
+    return Clock(agenda(**options), lambda: phase[0]), phase
 
 
 def place(clock):

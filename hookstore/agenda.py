@@ -1,0 +1,381 @@
+"""What is due when: the captures of a run put together, and, for a batch, what to take of which layer.
+
+A capture that is switched off is never due. One with a condition (``when``) is due for statistics alone, and for tensors too while its condition holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookstore.capture import TORCH_DTYPES, Capture
+from hookstore.errors import OptionError
+from hookstore.format import DTYPES, KINDS
+from hookstore.portion import Portion
+from hookstore.schedule import Schedule
+from hookstore.selection import Layer, select_layers
+from hookstore.wrappers import name_modules
+
+_OF_A_CALL = tuple(kind for kind in KINDS if kind != "parameter_gradient")
+NO_STATS, ALSO, ONLY = "", "also", "only"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """In which form tensors of one kind of some layer are taken.
+
+    Attributes
+    ----------
+    number : int
+        Different for each.
+    portion : Portion or None
+        Which part of each tensor.
+    dims : tuple of str
+        Names of the tensor's axes, where the user gave them.
+    stored : dict
+        For each torch dtype the dtype that it is stored as.
+    codec : dict
+        For each stored dtype the codec as canonical JSON, or ``None``.
+    stats : str
+        Whether statistics are taken: ``""`` for no, ``"also"``, or ``"only"`` for them alone.
+    every : int
+        One batch in so many is recorded.
+    """
+
+    number: int
+    portion: Portion | None
+    dims: tuple[str, ...]
+    stored: Mapping[torch.dtype, str]
+    codec: Mapping[str, str | None]
+    stats: str
+    every: int
+
+    @property
+    def text(self) -> str:
+        """Text of the portion."""
+        return "" if self.portion is None else self.portion.text
+
+
+# Of what belongs to no capture: whole, and as it is.
+WHOLE = Take(-1, None, (), TORCH_DTYPES, dict.fromkeys(DTYPES), NO_STATS, 1)
+
+
+class LayerDue:
+    """What is due of one layer.
+
+    Attributes
+    ----------
+    takes : dict
+        For each kind how it is taken: once for each portion.
+    activation, output_gradient, input_gradient, gradient, arguments, input, parameter : bool
+        What the hooks have to do.
+    """
+
+    __slots__ = ("activation", "arguments", "gradient", "input", "input_gradient", "output_gradient", "parameter", "takes")
+
+    def __init__(self, takes: Mapping[str, tuple[Take, ...]]) -> None:
+        self.takes = takes
+        self.activation = "activation" in takes
+        self.output_gradient = "gradient" in takes
+        self.input_gradient = "input_gradient" in takes
+        self.gradient = self.output_gradient or self.input_gradient
+        self.input = "input" in takes
+        self.parameter = "parameter" in takes
+        self.arguments = self.input or self.input_gradient or self.parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Due:
+    """What is due in a batch.
+
+    Attributes
+    ----------
+    number : int
+        Its position among `Agenda.dues`.
+    layers : dict
+        What is due of each layer; those of which nothing is are not there.
+    of_calls : frozenset of str
+        Layers of which something is due that a call shows, and not an optimizer's step.
+    """
+
+    number: int
+    layers: Mapping[str, LayerDue]
+    of_calls: frozenset[str]
+
+
+class Choice:
+    """A capture and what it chooses of the models.
+
+    Attributes
+    ----------
+    capture : Capture
+        As the user wrote it.
+    name : str
+        Its name.
+    layers : list of Layer
+        What it chooses.
+    is_on : bool
+        Whether it is switched on.
+    num_raised : int
+        For how many of its batches to come its condition holds.
+    """
+
+    __slots__ = ("_codecs", "_portion", "_schedule", "capture", "dtype", "is_on", "layers", "name", "num_raised")
+
+    def __init__(self, capture: Capture, name: str, layers: list[Layer], portion: Portion | None) -> None:
+        self.capture = capture
+        self.name = name
+        self.layers = layers
+        self.is_on = True
+        self.num_raised = 0
+        self.dtype = None if capture.dtype is None else TORCH_DTYPES[capture.dtype]
+        self._portion = portion
+        self._schedule = capture.make_schedule()
+        self._codecs = capture.make_codecs()
+
+    @property
+    def schedule(self) -> Schedule:
+        """When it is due."""
+        return self._schedule
+
+    @property
+    def portion(self) -> Portion | None:
+        """Which part of each tensor it keeps."""
+        return self._portion
+
+    @property
+    def codecs(self) -> dict[str, str | None]:
+        """The codec of each dtype's arrays."""
+        return self._codecs
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether it ever stores statistics."""
+        return bool(self.capture.stats) or self.capture.when is not None
+
+    def stats(self, *, is_raised: bool) -> str:
+        """Return whether statistics are taken."""
+        if self.capture.when is not None:
+            return ALSO if is_raised else ONLY
+        return ONLY if self.capture.stats == "only" else ALSO if self.capture.stats else NO_STATS
+
+    def describe(self) -> dict[str, Any]:
+        """Describe it for ``run.json``."""
+        capture = self.capture
+        codec = self._codecs["float32"]
+        return {
+            "name": self.name,
+            "layers": [layer.name for layer in self.layers],
+            "kinds": list(capture.kinds),
+            **self._schedule.describe(),
+            "dtype": self.dtype,
+            "codec": codec,
+            "select": "" if self._portion is None else self._portion.text,
+            "dims": None if capture.dims is None else list(capture.dims),
+            "stats": capture.stats,
+            "when": None if capture.when is None else str(capture.when),
+            "hold": capture.hold,
+        }
+
+
+class Agenda:
+    """The captures of a run.
+
+    Parameters
+    ----------
+    captures : sequence of Capture
+        At least one.
+    models : mapping
+        The models by name; see `hookstore.selection.select_layers`.
+    always_stats : bool
+        Whether statistics are taken of everything, asked for or not.
+
+    Attributes
+    ----------
+    choices : list of Choice
+        The captures with what they choose.
+    layers : list of Layer
+        All layers, in the model's order.
+    kinds : tuple of str
+        All kinds.
+    phases : frozenset of str
+        All phases.
+    has_portions, has_statistics : bool
+        Whether parts of tensors are kept, and statistics.
+    dues : list of Due
+        What has been found to be due so far, each once.
+
+    Raises
+    ------
+    OptionError
+        If two captures want the same in different forms; `SelectionError` for layers that match nothing.
+    """
+
+    def __init__(self, captures: Sequence[Capture], models: Mapping[str, nn.Module], *, always_stats: bool = False) -> None:
+        self.choices = _choose(captures, models)
+        order = {found.names[0]: position for position, found in enumerate(name_modules(models))}
+        layers = {layer.name: layer for choice in self.choices for layer in choice.layers}
+        self.layers = sorted(layers.values(), key=lambda layer: order[layer.name])
+        self.kinds = tuple(kind for kind in KINDS if any(kind in choice.capture.kinds for choice in self.choices))
+        self.phases = frozenset().union(*(choice.schedule.phases for choice in self.choices))
+        self.has_portions = any(choice.portion is not None for choice in self.choices)
+        self.has_statistics = always_stats or any(choice.has_statistics for choice in self.choices)
+        self.dues: list[Due] = []
+        self._always_stats = always_stats
+        self._every = _check_together(self.choices)
+        self._takes: dict[tuple[object, ...], Take] = {}
+        self._by_states: dict[tuple[int, ...], Due | None] = {}
+        self._layers_of: dict[tuple[bool, ...], frozenset[str]] = {}
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs until the last one in which anything is due, where that is known."""
+        return _last([choice.schedule.num_epochs for choice in self.choices])
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches until the last one in which anything is due, where that is known."""
+        return _last([choice.schedule.num_batches for choice in self.choices])
+
+    def kinds_of(self, layer: str) -> tuple[str, ...]:
+        """Return all kinds that are ever due of a layer."""
+        kinds = {kind for choice in self.choices for chosen in choice.layers if chosen.name == layer for kind in choice.capture.kinds}
+        return tuple(kind for kind in KINDS if kind in kinds)
+
+    def wants(self, phase: str | None, epoch: int, batch: int, step: int | None) -> bool:
+        """Say whether anything is due in a batch; with ``None`` in any phase, or whatever the steps."""
+        return any(self._wants(choice, phase, epoch, batch, step) for choice in self.choices)
+
+    def layers_wanted(self, epoch: int, batch: int, step: int) -> frozenset[str]:
+        """Return the layers of which something is due in a batch, in whatever phase, that calls show."""
+        states = tuple(self._wants(choice, None, epoch, batch, step) for choice in self.choices)
+        found = self._layers_of.get(states)
+        if found is None:
+            found = self._layers_of[states] = frozenset(
+                layer.name
+                for choice, state in zip(self.choices, states, strict=True)
+                if state and not {*choice.capture.kinds}.isdisjoint(_OF_A_CALL)
+                for layer in choice.layers
+            )
+        return found
+
+    def due(self, phase: str, epoch: int, batch: int, step: int) -> Due | None:
+        """Return what is due in a batch that begins, ``None`` where nothing is. A condition that holds does so for one batch less afterwards."""
+        states = []
+        for choice in self.choices:
+            state = int(self._wants(choice, phase, epoch, batch, step))
+            if state and choice.num_raised > 0:
+                choice.num_raised -= 1
+                state = 2
+            states.append(state)
+        key = tuple(states)
+        if key not in self._by_states:
+            self._by_states[key] = self._make(key) if any(key) else None
+        return self._by_states[key]
+
+    @staticmethod
+    def _wants(choice: Choice, phase: str | None, epoch: int, batch: int, step: int | None) -> bool:
+        return choice.is_on and (phase is None or phase in choice.schedule.phases) and choice.schedule.wants(epoch, batch, step)
+
+    def _make(self, states: tuple[int, ...]) -> Due:
+        """Put together what is due of each layer."""
+        wanted: dict[str, dict[str, dict[str, list[tuple[Choice, str]]]]] = {}
+        for choice, state in zip(self.choices, states, strict=True):
+            stats = choice.stats(is_raised=state == 2)
+            text = "" if choice.portion is None else choice.portion.text
+            for layer in choice.layers if state else ():
+                for kind in choice.capture.kinds:
+                    wanted.setdefault(layer.name, {}).setdefault(kind, {}).setdefault(text, []).append((choice, stats))
+        layers = {}
+        for layer in self.layers:
+            kinds = wanted.get(layer.name)
+            if kinds is not None:
+                takes = {
+                    kind: tuple(self._take(layer.name, kind, same) for same in kinds[kind].values()) for kind in KINDS if kind in kinds
+                }
+                layers[layer.name] = LayerDue(takes)
+        of_calls = frozenset(name for name, due in layers.items() if not due.takes.keys().isdisjoint(_OF_A_CALL))
+        made = Due(len(self.dues), layers, of_calls)
+        self.dues.append(made)
+        return made
+
+    def _take(self, layer: str, kind: str, same: list[tuple[Choice, str]]) -> Take:
+        """Return in which form what some captures want alike is taken."""
+        has_tensor = any(stats != ONLY for _, stats in same)
+        has_stats = self._always_stats or any(stats for _, stats in same)
+        stats = (ALSO if has_stats else NO_STATS) if has_tensor else ONLY
+        choice = same[0][0]
+        dims = tuple(choice.capture.dims or ())
+        text = "" if choice.portion is None else choice.portion.text
+        every = self._every[layer, kind, text]
+        key = (text, dims, choice.dtype, choice.codecs["float32"], stats, every)
+        take = self._takes.get(key)
+        if take is None:
+            stored = {
+                torch_dtype: choice.dtype if choice.dtype is not None and torch_dtype.is_floating_point else name
+                for torch_dtype, name in TORCH_DTYPES.items()
+            }
+            take = self._takes[key] = Take(len(self._takes), choice.portion, dims, stored, choice.codecs, stats, every)
+        return take
+
+
+def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> list[Choice]:
+    """Find what captures choose; of two functions with one name the later gets a number."""
+    names: set[str] = set()
+    functions: dict[str, list[Any]] = {}
+    choices = []
+    for position, capture in enumerate(captures):
+        name = capture.name or str(position)
+        if name in names:
+            raise OptionError(f"captures: two have the name {name!r}", option="captures")
+        names.add(name)
+        portion = capture.make_portion()
+        if portion is not None and portion.function is not None:
+            alike = functions.setdefault(portion.text, [])
+            if portion.function not in alike:
+                alike.append(portion.function)
+            number = alike.index(portion.function)
+            portion = Portion(f"{portion.text[:-2]}~{number}()", function=portion.function) if number else portion
+        choices.append(Choice(capture, name, select_layers(models, capture.layers), portion))
+    return choices
+
+
+def _check_together(choices: Sequence[Choice]) -> dict[tuple[str, str, str], int]:
+    """Make sure that what several captures want of one layer, kind and portion is one array's, and return how often each is due at most."""
+    every: dict[tuple[str, str, str], int] = {}
+    first: dict[tuple[str, str, str], Choice] = {}
+    dims: dict[tuple[str, str], Choice] = {}
+    for choice in choices:
+        text = "" if choice.portion is None else choice.portion.text
+        for layer in choice.layers:
+            for kind in choice.capture.kinds:
+                key = (layer.name, kind, text)
+                every[key] = min(every.get(key, choice.schedule.every), choice.schedule.every)
+                other = first.setdefault(key, choice)
+                for option, ours, theirs in (
+                    ("dtype", choice.dtype, other.dtype),
+                    ("codec", choice.codecs["float32"], other.codecs["float32"]),
+                ):
+                    if ours != theirs:
+                        raise OptionError(
+                            f"captures: {other.name!r} and {choice.name!r} both choose {kind} of layer {layer.name!r}"
+                            f"{f', {text},' if text else ''} with {option} {theirs} and {ours}; what is stored once has one {option}",
+                            option=option,
+                        )
+                named = dims.setdefault((layer.name, kind), choice)
+                if tuple(named.capture.dims or ()) != tuple(choice.capture.dims or ()):
+                    raise OptionError(
+                        f"captures: {named.name!r} and {choice.name!r} both choose {kind} of layer {layer.name!r}, with dims {named.capture.dims} and "
+                        f"{choice.capture.dims}; give both the same",
+                        option="dims",
+                    )
+    return every
+
+
+def _last(extents: Sequence[int | None]) -> int | None:
+    known = [extent for extent in extents if extent is not None]
+    return max(known) if len(known) == len(extents) else None
