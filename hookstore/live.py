@@ -58,13 +58,19 @@ class Kept:
         By layer, kind and number of the call.
     broken : str
         Why a call was broken off; empty for none.
+
+    Parameters
+    ----------
+    clock : Clock
+        Says which forward is the last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.values: dict[tuple[str, str, int], Value] = {}
         self.broken = ""
         self._structures: list[str] = [""]
         self._numbers: dict[str, int] = {"": 0}
+        self._clock = clock
         self._lock = threading.Lock()  # gradients come on threads of their own, one for each device
 
     def empty(self) -> None:
@@ -84,17 +90,22 @@ class Kept:
             return number
 
     def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int) -> None:
-        """Keep a tensor."""
+        """Keep a tensor, if its call is of the last forward."""
         with self._lock:
             value = self._value(layer, kind, call)
-            value.backwards.setdefault(backward, {})[leaf] = tensor
+            if value is not None:
+                value.backwards.setdefault(backward, {})[leaf] = tensor
 
     def skip(self, layer: str, kind: str, leaf: str, reason: str, call: Call) -> None:
-        """Keep the reason why there is no tensor."""
+        """Keep the reason why there is no tensor, if its call is of the last forward."""
         with self._lock:
-            self._value(layer, kind, call).gaps.setdefault(leaf, reason)
+            value = self._value(layer, kind, call)
+            if value is not None:
+                value.gaps.setdefault(leaf, reason)
 
-    def _value(self, layer: str, kind: str, call: Call) -> Value:
+    def _value(self, layer: str, kind: str, call: Call) -> Value | None:
+        if call.coordinates is not self._clock.here():  # (asked inside the lock: another thread may have begun the next forward)
+            return None
         value = self.values.setdefault((layer, kind, call.number), Value())
         value.structure = self._structures[call.structure]
         return value
@@ -124,8 +135,8 @@ class LiveSink:
 
     def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
         """Keep one tensor, or the part that is wanted, or note why it cannot be."""
-        kept = self._kept_for(call)
-        if kept is None or call.due is None or kind not in call.due.takes:
+        kept = self._kept() if self.is_active else None
+        if kept is None or call.coordinates is not self.clock.here() or call.due is None or kind not in call.due.takes:
             return
         take = call.due.takes[kind][0]
         reason = self._why_not(kind, tensor)
@@ -136,16 +147,12 @@ class LiveSink:
                 reason = (
                     str(error)
                     if isinstance(error, IndexError) and take.portion is not None and take.portion.function is None
-                    else f"select raised {type(error).__name__}: {error}"
+                    else f"{'copying it' if take.portion is None else 'select'} raised {type(error).__name__}: {error}"
                 )
         if reason:
             kept.skip(layer, kind, leaf, reason, call)
         else:
             kept.put(layer, kind, leaf, tensor, call, backward)
-
-    def _kept_for(self, call: Call) -> Kept | None:
-        """Return where what belongs to a call goes, if that is of the last forward."""
-        return self._kept() if self.is_active and call.coordinates is self.clock.here() else None
 
     def _why_not(self, kind: str, tensor: torch.Tensor) -> str:
         """Say why a tensor is of no use, or return the empty text."""
@@ -193,7 +200,7 @@ class LiveSink:
         take: Take = WHOLE,  # noqa: ARG002
     ) -> None:
         """Note why there is no value, or no tensor at one leaf of it."""
-        kept = self._kept_for(call)
+        kept = self._kept() if self.is_active else None
         if kept is not None:
             kept.skip(layer, kind, leaf, reason, call)
 

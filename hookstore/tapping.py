@@ -77,8 +77,8 @@ def tap(
     OptionError
         For an argument that cannot be used (a ``ValueError``); `SelectionError` for layers that match nothing.
     UnsupportedModelError
-        If hooks cannot follow the model, or a part of it is compiled: a compiled graph has no live tensors. A layer that is compiled later raises this when
-        it is called.
+        If hooks cannot follow the model, or a part of it is compiled: a compiled graph has no live tensors. Where a layer is compiled later, the compiler
+        raises an error of its own that names this one and the layer.
 
     See Also
     --------
@@ -104,8 +104,8 @@ class Tap:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], agenda: Agenda, *, detach: bool, clone: bool) -> None:
-        self._kept = Kept()
         self._clock = Clock(agenda, lambda: "train")  # (whatever the mode: every call is the next forward)
+        self._kept = Kept(self._clock)
         sink = LiveSink(self._kept, self._clock, detach=detach, clone=clone)
         self._hooks = ModelHooks(models, sink)
         self._clock.on_tick = self._hooks.update
@@ -296,7 +296,8 @@ class LayerTap:
         -------
         object
             A `torch.Tensor`, the model's own, or what `Captures.value` gives with such tensors in it: tuples, lists, dicts and named tuples as they were, a
-            `Record` for a dataclass, ``None`` where no gradient arrived, a `NotStored` for what is no tensor. Parameters are a dict by name.
+            `Record` for a dataclass, ``None`` where no gradient arrived, a `NotStored` for what is no tensor. Several parameters are a dict by
+            name.
 
         Raises
         ------
@@ -308,21 +309,19 @@ class LayerTap:
         if number not in value.backwards:
             raise self._missing(kind, call, f"backward {backward}", f"there are backwards {', '.join(map(str, sorted(value.backwards)))}")
         tensors = dict(value.backwards[number])
+        if leaf in tensors:
+            return tensors[leaf]
         whole = decode(value.structure).whole
-        if whole is not None and kind not in _OF_PARAMETERS:
-            branch = whole if leaf is None else whole.find(leaf)
-            if branch is not None and (leaf is None or not branch.is_leaf):
-                return _build(branch, tensors, value.gaps, kind)
+        branch = None if whole is None else whole.find(leaf or "")
+        if branch is not None and (leaf is None or not branch.is_leaf):
+            return _build(branch, tensors, value.gaps, kind)
         if leaf is not None:
-            if leaf in tensors:
-                return tensors[leaf]
-            raise self._missing(
-                kind, call, f"leaf {leaf!r}", value.gaps.get(leaf, f"there are leaves {', '.join(map(repr, sorted(tensors)))}")
-            )
-        if kind in _OF_PARAMETERS:
-            return tensors
+            reason = value.gaps.get(leaf, f"there are leaves {', '.join(map(repr, sorted(tensors)))}")
+            raise self._missing(kind, call, f"leaf {leaf!r}", reason)
         if len(tensors) == 1:
             return next(iter(tensors.values()))
+        if kind in _OF_PARAMETERS:
+            return tensors
         raise self._missing(kind, call, "one value", f"there are several leaves: {', '.join(map(repr, tensors))}; name one by leaf=")
 
     def _missing(self, kind: str, call: int, what: str, reason: str) -> MissingCaptureError:
