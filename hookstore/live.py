@@ -136,7 +136,7 @@ class LiveSink:
     def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
         """Keep one tensor, or the part that is wanted, or note why it cannot be."""
         kept = self._kept() if self.is_active else None
-        if kept is None or call.coordinates is not self.clock.here() or call.due is None or kind not in call.due.takes:
+        if kept is None or call.due is None or kind not in call.due.takes:
             return
         take = call.due.takes[kind][0]
         reason = self._why_not(kind, tensor)

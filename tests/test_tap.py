@@ -21,8 +21,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hookstore
+from hookstore.clock import Coordinates
 from hookstore.format import KINDS
 from hookstore.tapping import tap
+from hookstore.watch import GradientWatch
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -131,6 +133,23 @@ def test_a_penalty_on_live_gradients_has_gradients_of_its_own():
     expected = torch.autograd.grad(outer.square().sum() + inner.square().sum(), model[0].weight)
     assert torch.allclose(found[0], expected[0])
     assert torch.equal(share, inner)
+
+
+def test_so_has_a_share_of_an_input_that_is_a_view_and_is_edited():
+    class Edit(nn.Module):
+        def forward(self, value):
+            return value.mul_(3).square()
+
+    model = nn.Sequential(nn.Linear(3, 3), Edit())
+    inputs = torch.randn(4, 5, 3)
+    with tap(model, "1", "input_gradient") as taps:
+        torch.autograd.grad(model(inputs).sum(), model[0].weight, create_graph=True)
+        share = taps["1"].input_gradient
+    hidden = model[0](inputs)
+    assert torch.allclose(share, 18 * hidden)
+    (found,) = torch.autograd.grad(share.square().sum(), model[0].weight)
+    (expected,) = torch.autograd.grad((18 * hidden).square().sum(), model[0].weight)
+    assert torch.allclose(found, expected)
 
 
 # What it keeps -------------------------------------------------------------------------------------------------------
@@ -292,11 +311,14 @@ def test_a_part_is_kept_with_its_graph():
         tap(model, select={"token": [-1]}, dims=("sample", "token")) as last,
         tap(model, select=lambda tensor: tensor.mean(0)) as means,
         tap(model, select={2: 1}) as none,
+        tap(model, select=lambda tensor: tensor @ model[0].weight, detach=True) as computed,
     ):
         output = model(inputs)
         assert torch.equal(taps["0"].activation, output[:2, [0, 3]])
         assert torch.equal(last["0"].activation, output[:, -1:])
         assert torch.equal(means["0"].activation, output.mean(0))
+        assert torch.equal(computed["0"].activation, output @ model[0].weight)
+        assert not computed["0"].activation.requires_grad
         means["0"].activation.sum().backward()
         assert torch.allclose(model[0].bias.grad, torch.ones(4))
         with pytest.raises(hookstore.MissingCaptureError, match="select names axis '2', and the tensor has 2 dimensions"):
@@ -359,6 +381,28 @@ def test_nothing_is_kept_after(how):
             taps.remove()
     finally:
         gc.enable()
+
+
+def test_what_a_part_left_is_gone_with_the_first_forward_of_the_whole():
+    model = nn.Sequential(linear([1.0]))
+    with tap(model) as taps:
+        for _ in range(2):
+            model[0](torch.ones(1, 1))
+            model[0](torch.ones(1, 1))
+            output = model(torch.ones(1, 1))
+            assert taps["0"].calls == [0]
+            assert taps["0"].activation is output
+
+
+def test_a_hundred_forwards_leave_everything_flat():
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "left": nn.Linear(2, 2)})
+    model.forward = lambda value: model["used"](value)
+    with tap(model, ["used", "left"], KINDS):
+        for _ in range(100):
+            model(torch.ones(1, 2)).sum().backward()
+        gc.collect()
+        assert sum(type(thing) is Coordinates for thing in gc.get_objects()) < 10
+        assert sum(type(thing) is GradientWatch for thing in gc.get_objects()) < 10
 
 
 def test_gradients_of_an_earlier_forward_are_not_taken_for_those_of_the_last():
