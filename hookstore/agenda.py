@@ -6,7 +6,7 @@ A capture that is switched off is never due. One with a condition (``when``) is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Take:
         Whether statistics are taken: ``""`` for no, ``"also"``, or ``"only"`` for them alone.
     every : int
         One batch in so many is recorded.
+    known : dict
+        Kept by the sink: where tensors go that are copied as whole chunks within the host.
     """
 
     number: int
@@ -53,6 +55,7 @@ class Take:
     codec: Mapping[str, str | None]
     stats: str
     every: int
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
     def text(self) -> str:
@@ -98,12 +101,15 @@ class Due:
         Its position among `Agenda.dues`.
     layers : dict
         What is due of each layer; those of which nothing is are not there.
+    calls : dict
+        Those of them of which something is due that a call shows, and not an optimizer's step.
     of_calls : frozenset of str
-        Layers of which something is due that a call shows, and not an optimizer's step.
+        Their names.
     """
 
     number: int
     layers: Mapping[str, LayerDue]
+    calls: Mapping[str, LayerDue]
     of_calls: frozenset[str]
 
 
@@ -241,6 +247,11 @@ class Agenda:
         """Batches until the last one in which anything is due, where that is known."""
         return _last([choice.schedule.num_batches for choice in self.choices])
 
+    def forget(self) -> None:
+        """Keep nothing of a recording alive that has ended."""
+        for take in self._takes.values():
+            take.known.clear()
+
     def kinds_of(self, layer: str) -> tuple[str, ...]:
         """Return all kinds that are ever due of a layer."""
         kinds = {kind for choice in self.choices for chosen in choice.layers if chosen.name == layer for kind in choice.capture.kinds}
@@ -298,8 +309,8 @@ class Agenda:
                     kind: tuple(self._take(layer.name, kind, same) for same in kinds[kind].values()) for kind in KINDS if kind in kinds
                 }
                 layers[layer.name] = LayerDue(takes)
-        of_calls = frozenset(name for name, due in layers.items() if not due.takes.keys().isdisjoint(_OF_A_CALL))
-        made = Due(len(self.dues), layers, of_calls)
+        calls = {name: due for name, due in layers.items() if not due.takes.keys().isdisjoint(_OF_A_CALL)}
+        made = Due(len(self.dues), layers, calls, frozenset(calls))
         self.dues.append(made)
         return made
 
