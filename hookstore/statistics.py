@@ -176,10 +176,9 @@ def of_sums(sums: Sums) -> Records:
     """Make statistics of the sums over whole tensors, [num_tensors] each."""
     records = np.empty(len(sums.num), STATISTICS_DTYPE)
     with np.errstate(all="ignore"):
-        num = np.where(sums.num > 0, sums.num, np.nan)
-        lowest, highest = np.where(sums.num > 0, sums.min, np.nan), np.where(sums.num > 0, sums.max, np.nan)
-        records["mean"] = np.clip(sums.mean / sums.scale, lowest, highest)
-        records["std"] = np.where(lowest == highest, 0.0, np.sqrt(sums.variance + 0 * lowest) / sums.scale)
+        num, lowest, highest = (np.where(sums.num > 0, numbers, np.nan) for numbers in (sums.num, sums.min, sums.max))
+        records["mean"] = np.minimum(np.maximum(sums.mean / sums.scale, lowest), highest)
+        records["std"] = np.where(sums.num > 0, np.sqrt(sums.variance) / sums.scale, np.nan)
         records["min"], records["max"] = lowest, highest
         records["absmax"] = np.maximum(-lowest, highest)
         records["l2"] = np.where(sums.num > 0, np.sqrt(num * (sums.variance + sums.mean * sums.mean)) / sums.scale, 0.0)
@@ -244,8 +243,9 @@ def as_numbers(bits: Array, dtype_name: str) -> Array:
 def _of_complex32(bits: Array) -> Array:
     words = bits.view(np.uint32)
     numbers = np.empty(bits.shape, np.complex64)
-    numbers.real = words.astype(np.uint16).view(np.float16)  # the lower half comes first in memory
-    numbers.imag = (words >> np.uint32(16)).astype(np.uint16).view(np.float16)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        numbers.real = words.astype(np.uint16).view(np.float16)  # the lower half comes first in memory
+        numbers.imag = (words >> np.uint32(16)).astype(np.uint16).view(np.float16)
     return numbers
 
 

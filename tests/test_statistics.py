@@ -32,14 +32,11 @@ SHAPES = [(), (0,), (1,), (7,), (3, 0), (2, 3), (5, 1, 4), (130,)]
 
 def numbers_of(array):
     """Return what is computed with: float64, moduli of complex numbers."""
-    if array.dtype.kind == "c":
-        moduli = [
-            math.nan if math.isnan(z.real) or math.isnan(z.imag) else math.hypot(z.real, z.imag)
-            for z in array.astype(np.complex128).ravel().tolist()
-        ]
-        return np.array(moduli)
     with np.errstate(all="ignore"):
-        return array.astype(np.float64).ravel()
+        if array.dtype.kind != "c":
+            return array.astype(np.float64).ravel()
+        elements = array.astype(np.complex128).ravel().tolist()
+    return np.array([math.nan if math.isnan(z.real) or math.isnan(z.imag) else math.hypot(z.real, z.imag) for z in elements])
 
 
 def root(square):
@@ -130,7 +127,7 @@ def stored(draw):
     return (bits.view(np.complex128) if is_wide else bits).reshape(shape), name
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(stored())
 def test_arrays_and_tensors_of_any_bits_have_exact_statistics(drawn):
     bits, name = drawn
@@ -147,12 +144,12 @@ def test_arrays_and_tensors_of_any_bits_have_exact_statistics(drawn):
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype_is_taken_on_both_sides(name):
-    """All bits of the short ones."""
+    """All bits of the short floats, and every seventh of the integers."""
     itemsize = DTYPES[name].itemsize
     if name == "bool":
         bits = np.array([0, 1, 1, 0, 1], np.uint8)
     elif itemsize <= 2:
-        bits = np.arange(256**itemsize, dtype=UNSIGNED[itemsize])
+        bits = np.arange(0, 256**itemsize, 1 if "float" in name or itemsize == 1 else 7).astype(UNSIGNED[itemsize])
     else:
         bits = np.random.default_rng(0).integers(0, 256, 40 * itemsize, dtype=np.uint8)
         bits = bits.view(UNSIGNED.get(itemsize, np.complex128))
@@ -349,6 +346,7 @@ def test_pieces_of_a_tensor_are_views_or_small(monkeypatch):
     for laid in (tensor[:, ::2], tensor[..., 3:5], tensor[:, :, :1].expand(20, 30, 40), tensor[0, 0, 0].expand(7, 50)):
         pieces = list(device_statistics._pieces(laid))
         assert max(map(len, pieces)) <= 100
+        assert all(piece.untyped_storage().data_ptr() == own or piece.untyped_storage().nbytes() <= 400 for piece in pieces)
         assert torch.equal(torch.cat(pieces).sort().values, laid.flatten().sort().values)
 
 
@@ -403,7 +401,7 @@ def test_nothing_large_is_made_of_a_large_tensor(dtype):
     array[0, 0] = np.nan
     tracemalloc.start()
     try:
-        for laid in (array, array[:, ::2]):
+        for laid in (array, array[:, :1500]):
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             of_tensor(laid)
