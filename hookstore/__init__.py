@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hookstore.recovery import RecoveryReport, recover
     from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
+    from hookstore.statistics import Statistics
     from hookstore.values import Arguments, NotStored, PackedSequence, Record
     from hookstore.verification import Fault, Verification, verify
 
@@ -71,6 +72,7 @@ __all__ = [
     "Samples",
     "SelectionError",
     "SparseArray",
+    "Statistics",
     "UnknownLayerError",
     "UnsupportedModelError",
     "Verification",
@@ -86,6 +88,7 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    "Statistics": "hookstore.statistics",
     **dict.fromkeys(("Arguments", "NotStored", "PackedSequence", "Record"), "hookstore.values"),
     **dict.fromkeys(("NestedArray", "QuantizedArray", "SparseArray"), "hookstore.joined"),
     **dict.fromkeys(("Fault", "Verification", "verify"), "hookstore.verification"),

@@ -28,6 +28,7 @@ def test_public_names_are_pinned():
         *errors.__all__,
         *(
             "Arguments",
+            "Capture",
             "Captures",
             "Fault",
             "LayerRun",
@@ -44,6 +45,7 @@ def test_public_names_are_pinned():
             "RunInfo",
             "Samples",
             "SparseArray",
+            "Statistics",
             "Verification",
         ),
         *("__version__", "open", "record", "recover", "verify"),
@@ -59,14 +61,19 @@ def test_signatures_are_pinned():
     assert list(parameters) == [
         "model",
         "path",
+        "captures",
         "layers",
         "kinds",
         "every",
         "epochs",
         "batches",
+        "steps",
         "phases",
         "dtype",
         "codec",
+        "select",
+        "dims",
+        "stats",
         "mode",
         "buffer_bytes",
         "on_full",
@@ -78,7 +85,7 @@ def test_signatures_are_pinned():
     ]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
     public = {
-        hookstore.Recorder: {"at", "batches", "close", "flush", "progress"},
+        hookstore.Recorder: {"at", "batches", "captures", "close", "flush", "paused", "phase", "progress", "switch"},
         hookstore.Run: {
             "attempts",
             "batches",
@@ -121,10 +128,11 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "structure", "files", "wrappers", "selection", "schedule", "layout", "device", "staging"),
+    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "selection", "portion", "codecs"),
+    *("schedule", "capture", "agenda", "clock", "layout", "device", "staging"),
     *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
     *("operators", "compiler", "compiled", "hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
-    *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
+    *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("rows", "samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )
 
@@ -151,7 +159,20 @@ def test_imports_follow_the_flow_of_data(module):
     allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
     if module in ("rows", "samples", "values", "joined", "assembly", "captures", "run"):  # the reading side
         allowed &= {
-            *("errors", "format", "structure", "codecs", "files", "lock", "metadata", "shards", "manifest"),
+            *(
+                "errors",
+                "format",
+                "structure",
+                "statistics",
+                "portion",
+                "codecs",
+                "files",
+                "lock",
+                "metadata",
+                "shards",
+                "schema",
+                "manifest",
+            ),
             *("rows", "samples", "values", "joined", "assembly", "captures"),
         }
     assert imports_of(module) <= allowed
@@ -163,7 +184,7 @@ def test_imports_follow_the_flow_of_data(module):
     [
         ("crc32c", {"staging", "shards", "manifest", "writer"}),
         ("numcodecs", {"codecs"}),
-        ("pyarrow", {"manifest", "recovery", "captures", "rows", "run", "verification"}),
+        ("pyarrow", {"schema", "manifest", "recovery", "captures", "rows", "run", "verification"}),
         ("rich", {"cli", "demo"}),
         ("typer", {"cli", "demo"}),
         ("zarr", {"arrays", "demo"}),
