@@ -244,7 +244,9 @@ MUTANTS = [
         "the writer gives a region back before it has written it",
         ("recorded",),
         (
-            of_writer("_write_region", "shard: ShardWriter | None = None", "self._stager.release(region)\n    shard: ShardWriter | None = None"),
+            of_writer(
+                "_write_region", "shard: ShardWriter | None = None", "self._stager.release(region)\n    shard: ShardWriter | None = None"
+            ),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
