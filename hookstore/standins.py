@@ -1,0 +1,393 @@
+"""Stand-ins for the tensors that a module is called with: other tensors of the same memory, with a history of their own.
+
+What a call does to its stand-ins must look to the caller as if it had been done to the tensors themselves. A stand-in is no view, so that it may be edited in
+place; it shares memory and version counter with what it stands for. After the call an edited stand-in hands its history on to the tensor, and what the call
+returns of a stand-in becomes a part of the tensor again. Where that cannot be done right there is an error that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from hookstore.errors import UnsupportedModelError
+from hookstore.nested import flatten, type_name
+
+_is_compiling = torch.compiler.is_compiling
+_is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+_preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+_PLAIN = frozenset((type(None), str, int, float, bool, bytes, complex, slice, range, torch.Size, torch.device, torch.dtype))
+_DEEPEST = 32
+
+
+class HookstoreSameTensor(torch.autograd.Function):
+    """Hands the history of an edited stand-in on to the tensor; torch's own errors name this class."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        """Return the tensor as it is, which counts as an edit in place."""
+        ctx.mark_dirty(tensor)
+        ctx.is_view = tensor._base is not None
+        ctx.set_materialize_grads(False)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Hand the gradient to the stand-in; where the tensor is a view, autograd needs zeros to go on to the rest of its base."""
+        gradient = gradients[0]
+        return (torch.zeros_like(gradient) if ctx.is_view and gradient is not None else None), gradient
+
+
+class HookstoreOutput(torch.autograd.Function):
+    """Makes what a call returned of a stand-in a view of the tensor, which torch lets nobody edit in place; its errors name this class."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
+        """Return the view."""
+        ctx.set_materialize_grads(False)
+        return _same_view(returned, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        """Hand the gradient to what was returned."""
+        return None, gradients[0]
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return, inside the forward of an autograd function, what may be a stand-in.
+
+    A leaf, or a view of one, may not be edited in place anyway, and the compiler traces no repair after the call: a view has torch refuse edits in both cases.
+    """
+    return tensor.view_as(tensor) if _is_compiling() or _base_of(tensor).is_leaf else tensor.detach()
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+# Before the call --------------------------------------------------------------------------------------------------
+
+
+class Inputs:
+    """The tensors that a call begins with.
+
+    Parameters
+    ----------
+    args, kwargs : tuple, dict
+        What the module is called with.
+
+    Attributes
+    ----------
+    tensors : list of torch.Tensor
+        Those that require grad, each once, in order.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If an argument of a kind that cannot be looked through has a tensor that requires grad.
+    """
+
+    __slots__ = ("_args", "_kwargs", "others", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[torch.Tensor] = []
+        for value in (*args, *kwargs.values()):
+            self._find(value, 0)
+
+    def _find(self, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            found = self.tensors if value.requires_grad else self.others
+            if not any(value is one for one in found):
+                found.append(value)
+        elif type(value) not in _PLAIN:
+            children = _children(value)
+            if children is None:
+                _refuse_hidden(value)
+            elif depth == _DEEPEST:
+                raise UnsupportedModelError(
+                    f"an argument of the module is nested more than {_DEEPEST} levels deep, or holds itself; pass its tensors flat"
+                )
+            else:
+                for child in children:
+                    self._find(child, depth + 1)
+
+    def replaced(self, stand_ins: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[_Copy]]:
+        """Return the arguments with stand-ins for the tensors, and the containers that were copied for it."""
+        copies: list[_Copy] = []
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                for tensor, stand_in in zip(self.tensors, stand_ins, strict=True):
+                    if tensor is value:
+                        return stand_in
+                return value
+            children = None if type(value) in _PLAIN else _children(value)
+            if children is None:
+                return value
+            for made in copies:
+                if made.original is value:
+                    return made.copied
+            swapped = [swap(child) for child in children]
+            if all(one is other for one, other in zip(swapped, children, strict=True)):
+                return value
+            copied = _rebuild(value, swapped)
+            if not isinstance(value, tuple):
+                copies.append(_Copy(value, copied))
+            return copied
+
+        args = tuple([swap(value) for value in self._args])
+        kwargs = {name: swap(value) for name, value in self._kwargs.items()}
+        return args, kwargs, copies
+
+
+def _children(value: Any) -> list[Any] | None:
+    """Return what a container holds, or ``None`` for what is no container that can be rebuilt."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def _rebuild(value: Any, children: list[Any]) -> Any:
+    """Return a container of the same kind with other children."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple(children)
+    if kind is list:
+        return children
+    if kind is dict:
+        return dict(zip(value, children, strict=True))
+    try:
+        if isinstance(value, tuple):
+            rebuilt = value._make(children) if hasattr(kind, "_make") else kind(children)  # type: ignore[attr-defined]
+        else:
+            rebuilt = copy.copy(value)
+            _fill(rebuilt, list(value) if isinstance(value, Mapping) else [], children)
+        kept = _children(rebuilt) or []
+        if len(kept) == len(children) and all(one is other for one, other in zip(kept, children, strict=True)):
+            return rebuilt
+    except Exception as error:
+        _refuse_container(kind, error)
+    return _refuse_container(kind)
+
+
+def _fill(container: Any, keys: Sequence[Any], children: Sequence[Any]) -> None:
+    """Put children into a container that can be changed."""
+    if isinstance(container, list):
+        container[:] = children
+    elif isinstance(container, Mapping):
+        for key in [key for key in container if key not in keys]:
+            del container[key]  # type: ignore[attr-defined]
+        for key, child in zip(keys, children, strict=True):
+            container[key] = child  # type: ignore[index]
+    else:
+        for field, child in zip(dataclasses.fields(container), children, strict=True):
+            object.__setattr__(container, field.name, child)
+
+
+def _refuse_container(kind: type, error: Exception | None = None) -> NoReturn:
+    why = "it does not hold what is put into it" if error is None else f"that raises {type(error).__name__}: {error}"
+    raise UnsupportedModelError(
+        f"an argument or output of the module is a {type_name(kind)} with tensors that require grad, and cannot be made again with other tensors: {why}; "
+        "pass the tensors themselves, or in tuples, lists, dicts or dataclasses"
+    ) from error
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Refuse an object of some other kind if it has tensors that require grad, whose gradients would go unedited."""
+    if isinstance(value, type | nn.Module) or callable(value):
+        return
+    held = list(value) if isinstance(value, set | frozenset | deque) else list(getattr(value, "__dict__", {}).values())
+    if held and any(tensor.requires_grad for tensor in flatten(held)[0]):
+        raise UnsupportedModelError(
+            f"an argument of the module is a {type_name(type(value))} that holds tensors which require grad, and whose gradients cannot be edited there; "
+            "pass the tensors themselves, or in tuples, lists, dicts or dataclasses"
+        )
+
+
+class _Copy:
+    """A container that can be changed, and the copy that the module got; the caller's own has to follow what the module does to it."""
+
+    __slots__ = ("_items", "_keys", "copied", "original")
+
+    def __init__(self, original: Any, copied: Any) -> None:
+        self.original, self.copied = original, copied
+        self._keys, self._items = _keys(copied), _children(copied) or []
+
+    def follow(self, translate: Callable[[Any], Any]) -> None:
+        """Do to the caller's container what the module has done to the copy."""
+        keys, items = _keys(self.copied), _children(self.copied) or []
+        if (
+            keys != self._keys
+            or len(items) != len(self._items)
+            or any(one is not other for one, other in zip(items, self._items, strict=True))
+        ):
+            try:
+                _fill(self.original, keys, [translate(item) for item in items])
+            except UnsupportedModelError:
+                raise
+            except Exception as error:
+                _refuse_container(type(self.original), error)
+
+
+def _keys(container: Any) -> list[Any]:
+    return list(container) if isinstance(container, Mapping) else []
+
+
+# After the call ---------------------------------------------------------------------------------------------------
+
+
+class StandIns:
+    """What stands in for the tensors of one call that is under way.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        What the module is called with.
+    stand_ins : sequence of torch.Tensor
+        One for each tensor, made by `alias` in one autograd function.
+    """
+
+    __slots__ = ("_copies", "_entries", "_inputs", "_returned", "args", "kwargs")
+
+    def __init__(self, inputs: Inputs, stand_ins: Sequence[torch.Tensor]) -> None:
+        self._inputs = inputs
+        self._entries = [
+            _Entry(tensor, stand_in) for tensor, stand_in in zip(inputs.tensors, stand_ins, strict=True) if stand_in._base is None
+        ]  # (a view needs no care: torch takes it)
+        self._returned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.args, self.kwargs, self._copies = inputs.replaced(stand_ins)
+
+    def put_right(self, output: Any) -> Any:
+        """Hand histories on to the caller's tensors, and return the output in terms of these; itself where nothing in it has to change.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the module has done something to its inputs that cannot be told of them.
+        """
+        for entry in self._entries:
+            entry.check()
+            if entry.is_edited:
+                self._refuse_overlaps(entry.tensor)
+        for entry in self._entries:
+            if entry.is_edited:
+                entry.hand_on()
+        for made in self._copies:
+            made.follow(self._translate)
+        return self._translate(output)
+
+    def _refuse_overlaps(self, edited: torch.Tensor) -> None:
+        for other in (*self._inputs.tensors, *self._inputs.others):
+            if other is not edited and _is_alias_of(other, edited):
+                raise UnsupportedModelError(
+                    f"the module edits an input of shape {tuple(edited.shape)} in place while another input, of shape {tuple(other.shape)}, lies in the same "
+                    "memory: its gradient would be wrong; pass a clone, or do without in-place operations in the module"
+                )
+
+    def _translate(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._translate_tensor(value)
+        if type(value) in _PLAIN or isinstance(value, type | nn.Module):
+            return value
+        for made in self._copies:
+            if value is made.copied:
+                return made.original
+        children = _children(value)
+        if not children:
+            return value
+        translated = [self._translate(child) for child in children]
+        if all(one is other for one, other in zip(translated, children, strict=True)):
+            return value
+        if isinstance(value, tuple):
+            return _rebuild(value, translated)
+        try:
+            _fill(value, _keys(value), translated)
+        except Exception as error:
+            _refuse_container(type(value), error)
+        return value
+
+    def _translate_tensor(self, returned: torch.Tensor) -> torch.Tensor:
+        base = _base_of(returned)
+        entry = next((entry for entry in self._entries if entry.stand_in is base), None)
+        if entry is None or not returned.requires_grad:
+            return returned
+        for before, after in self._returned:
+            if before is returned:
+                return after
+        if entry.was_handed_on:
+            translated = entry.tensor if returned is base else _same_view(returned, entry.tensor)
+        else:
+            translated = HookstoreOutput.apply(entry.tensor, returned)
+        self._returned.append((returned, translated))
+        return translated
+
+
+class _Entry:
+    """One tensor and its stand-in."""
+
+    __slots__ = ("_history", "_made_by", "stand_in", "tensor", "was_handed_on")
+
+    def __init__(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+        self.tensor, self.stand_in = tensor, stand_in
+        self._history, self._made_by = _base_of(tensor).grad_fn, stand_in.grad_fn  # (autograd makes that of a view anew after any edit)
+        self.was_handed_on = False
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether an in-place operation that autograd knows of has edited the stand-in."""
+        return self.stand_in.grad_fn is not self._made_by
+
+    def check(self) -> None:
+        """Refuse what can be done to a stand-in and not be told of the tensor."""
+        tensor, stand_in = self.tensor, self.stand_in
+        what = ""
+        if _base_of(tensor).grad_fn is not self._history:
+            what = "edits an input in place by way of another tensor in the same memory"
+        elif stand_in.grad_fn is None:
+            what = "detaches an input in place"
+        elif not _lies_alike(tensor, stand_in):
+            what = "changes the shape or the memory of an input in place"
+        if what:
+            raise UnsupportedModelError(
+                f"the module {what} (shape {tuple(tensor.shape)}), which cannot be followed where its gradient is edited; have it work on a new tensor"
+            )
+
+    def hand_on(self) -> None:
+        """Give the tensor the history of its stand-in; what autograd has saved of it stays valid, since nothing is written."""
+        with _preserve_version(self.tensor):
+            HookstoreSameTensor.apply(self.tensor, self.stand_in)
+        self.was_handed_on = True
+
+
+def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout != torch.strided or one.is_nested:
+        return True
+    return bool(
+        one.size() == other.size()
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+        and _is_alias_of(one, other)
+    )
+
+
+def _same_view(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor that lies in memory as another view does."""
+    if view._base is None:
+        return tensor.view_as(tensor)
+    if view.dtype == tensor.dtype and view.is_conj() == tensor.is_conj() and view.is_neg() == tensor.is_neg():
+        return tensor.as_strided(view.size(), view.stride(), view.storage_offset())
+    made: torch.Tensor = view._view_func(tensor)  # type: ignore[attr-defined]
+    return made
