@@ -6,10 +6,12 @@ gradients is known before any of them goes on. The forward computes the very sam
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -142,8 +144,8 @@ class GradientEdit:
     made: the first one gets what comes out of the module.
 
     Edited is the gradient of every tensor that requires grad among the arguments of a call, positional or by keyword, also inside tuples, lists, mappings and
-    dataclasses; an absent gradient stays absent. Each call is edited by itself, once, under activation checkpointing too. Backward through the edit, with
-    ``create_graph=True``, is right. Calls without grad, and what is traced or exported (`torch.jit.trace`, `torch.export`, `torch.fx`), have no edit.
+    dataclasses; an absent gradient stays absent. Each call is edited by itself, once, under activation checkpointing too. With ``create_graph=True`` an edited gradient has
+    its derivative, and what leaves the module in the backward of that is edited in turn. Calls without grad, and what is traced or exported (`torch.jit.trace`, `torch.export`, `torch.fx`), have no edit.
     A copied, pickled or saved module has none either.
 
     The module may edit its inputs in place. What it returns as it came in, or as a view of that, must not be edited in place by others, nor its input while
@@ -275,11 +277,14 @@ class _Edit:
 class _Guards:
     """Guards on hooks, which the compiler leaves out by default: graphs belong to code, and that of one module would serve its twin with an edit."""
 
-    _edits: set[_Edit] = set()  # noqa: RUF012  # there is only one
+    _edits: weakref.WeakSet[_Edit] = weakref.WeakSet()  # there is only one
     _before: bool | None = None  # the compiler's setting, where it was changed
 
     @classmethod
     def begin(cls, edit: _Edit) -> None:
+        importlib.import_module(
+            "torch._dynamo.config"
+        )  # a second, once: what is compiled before we hear of the compiler would have no guards
         cls._edits.add(edit)
         cls.turn()
 
