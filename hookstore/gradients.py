@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -144,9 +144,9 @@ class GradientEdit:
     made: the first one gets what comes out of the module.
 
     Edited is the gradient of every tensor that requires grad among the arguments of a call, positional or by keyword, also inside tuples, lists, mappings and
-    dataclasses; an absent gradient stays absent. Each call is edited by itself, once, under activation checkpointing too. With ``create_graph=True`` an edited gradient has
-    its derivative, and what leaves the module in the backward of that is edited in turn. Calls without grad, and what is traced or exported (`torch.jit.trace`, `torch.export`, `torch.fx`), have no edit.
-    A copied, pickled or saved module has none either.
+    dataclasses; an absent gradient stays absent. Each call is edited by itself, once, under activation checkpointing too. With ``create_graph=True`` an edited
+    gradient has its derivative, and what leaves the module in the backward of that is edited in turn. Calls without grad, and what is traced or exported
+    (`torch.jit.trace`, `torch.export`, `torch.fx`), have no edit. A copied, pickled or saved module has none either.
 
     The module may edit its inputs in place. What it returns as it came in, or as a view of that, must not be edited in place by others, nor its input while
     the output is still used: torch raises an error then that names ``HookstoreOutput``. A module that keeps its input for later keeps the stand-in. Function
@@ -156,9 +156,9 @@ class GradientEdit:
     While the module is recorded, ``input_gradient`` is the gradient before all edits of the module, and ``gradient`` of whatever made the input is the one
     after them, whichever was begun first.
 
-    Under ``torch.compile`` the edit is a part of the graph: in-place edits of the module's inputs are refused by torch there, absent gradients may be zeros,
-    and a callable is traced, so that a number that it takes from Python costs one more compilation, after which it is an input of the graph. Making or
-    ending an edit discards what has been compiled.
+    Under ``torch.compile`` the edit is a part of the graph: in-place edits of the module's inputs, and those named above, are refused by torch there, absent
+    gradients may be zeros, and a callable is traced, so that a number that it takes from Python costs one more compilation, after which it is an input of the
+    graph. Making or ending an edit discards what has been compiled.
     """
 
     __slots__ = ("__weakref__", "_edit", "_handles")
@@ -225,6 +225,7 @@ class _Edit:
         self.is_clip, self.is_reversed, self.scaler = is_clip, is_reversed, scaler
         self.calls = _Calls()
         self.has_edited = False
+        self._traced: list[StandIns | None] = []  # calls under way in a trace, where locals of a thread have no place
         self._ending: list[RemovableHandle] = []
         if not callable(number):
             self.given = self._checked(number, "")
@@ -235,7 +236,7 @@ class _Edit:
         number: Any = given() if callable(given) else given
         if callable(given) and not _is_compiling():
             number = self._checked(number, " from the callable")
-        if self.scaler is not None and self.scaler.is_enabled():
+        if self.scaler is not None and self.scaler._enabled:  # (as is_enabled() says, which the compiler does not trace)
             scale = self.scaler._scale
             number = number * (self.scaler._init_scale if scale is None else scale)
         wanted: float | torch.Tensor = -number if self.is_reversed else number
@@ -255,6 +256,21 @@ class _Edit:
         function = HookstoreClippedGradient if self.is_clip else HookstoreScaledGradient
         made: tuple[torch.Tensor, ...] = function.apply(self.number(), *tensors)
         return made
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a call that the compiler traces."""
+        inputs = Inputs(args, kwargs)
+        if not inputs.tensors or not torch.is_grad_enabled():
+            self._traced.append(None)
+            return None
+        stand_ins = StandIns(inputs, self.edit(inputs.tensors))
+        self._traced.append(stand_ins)
+        return stand_ins.args, stand_ins.kwargs
+
+    def end_trace(self, output: Any) -> Any:
+        """End a call that the compiler traces."""
+        stand_ins = self._traced.pop()
+        return None if stand_ins is None else stand_ins.put_right(output)
 
     def end(self, handles: list[RemovableHandle]) -> None:
         """Have no more calls edited; one that is under way still is put right."""
@@ -277,14 +293,15 @@ class _Edit:
 class _Guards:
     """Guards on hooks, which the compiler leaves out by default: graphs belong to code, and that of one module would serve its twin with an edit."""
 
-    _edits: weakref.WeakSet[_Edit] = weakref.WeakSet()  # there is only one
+    _edits: weakref.WeakSet[_Edit] = weakref.WeakSet()  # noqa: RUF012  # there is only one
     _before: bool | None = None  # the compiler's setting, where it was changed
 
     @classmethod
     def begin(cls, edit: _Edit) -> None:
         importlib.import_module(
             "torch._dynamo.config"
-        )  # a second, once: what is compiled before we hear of the compiler would have no guards
+        )  # which takes a second, once: nothing may be compiled before we have asked for guards
+        weakref.finalize(edit, cls.turn).atexit = False  # (before the set hears of it: the last one told is called first)
         cls._edits.add(edit)
         cls.turn()
 
@@ -351,7 +368,9 @@ class HookstoreClippedGradient(torch.autograd.Function):
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
     """Return the L2 norm in float64, whose squares do not overflow where those of float32 would, or float32 where the device has no more."""
-    if gradient.layout == torch.sparse_coo:
+    if _is_compiling():  # which has dense gradients alone, and traces no question after their layout
+        pass
+    elif gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
     elif gradient.layout != torch.strided or gradient.is_nested:
         raise UnsupportedModelError(
@@ -385,13 +404,6 @@ def _times(gradient: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
 # The hooks --------------------------------------------------------------------------------------------------------
 
 
-class _Arguments(NamedTuple):
-    """What a module is called with instead."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class _PreHook(InertCopy):
     __slots__ = ("_edit",)
 
@@ -401,10 +413,7 @@ class _PreHook(InertCopy):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         edit = self._edit
         if _is_compiling():
-            if _is_exporting() or not torch.is_grad_enabled():
-                return None
-            inputs = Inputs(args, kwargs)
-            return inputs.replaced(edit.edit(inputs.tensors))[:2] if inputs.tensors else None
+            return None if _is_exporting() else edit.trace(args, kwargs)
         stack = edit.calls.stack
         stack.append(None)
         if not torch.is_grad_enabled() or is_traced():
@@ -428,7 +437,7 @@ class _PostHook(InertCopy):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ARG002
         if _is_compiling():
-            return None
+            return None if _is_exporting() else self._edit.end_trace(output)
         stack = self._edit.calls.stack
         stand_ins = stack.pop() if stack else None
         self._edit.ended_call()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hookstore.errors import UnsupportedModelError
-from hookstore.nested import flatten, type_name
+from hookstore.nested import type_name
 
 _is_compiling = torch.compiler.is_compiling
 _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -120,9 +120,9 @@ class Inputs:
                 for child in children:
                     self._find(child, depth + 1)
 
-    def replaced(self, stand_ins: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[_Copy]]:
+    def replaced(self, stand_ins: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Copied]]:
         """Return the arguments with stand-ins for the tensors, and the containers that were copied for it."""
-        copies: list[_Copy] = []
+        copies: list[Copied] = []
 
         def swap(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -141,7 +141,7 @@ class Inputs:
                 return value
             copied = _rebuild(value, swapped)
             if not isinstance(value, tuple):
-                copies.append(_Copy(value, copied))
+                copies.append(Copied(value, copied, children))
             return copied
 
         args = tuple([swap(value) for value in self._args])
@@ -167,8 +167,10 @@ def _rebuild(value: Any, children: list[Any]) -> Any:
         return tuple(children)
     if kind is list:
         return children
-    if kind is dict:
-        return dict(zip(value, children, strict=True))
+    if kind is dict or kind is OrderedDict:
+        made: dict[Any, Any] = {} if kind is dict else OrderedDict()
+        made.update(zip(value, children, strict=True))
+        return made
     try:
         if isinstance(value, tuple):
             rebuilt = value._make(children) if hasattr(kind, "_make") else kind(children)  # type: ignore[attr-defined]
@@ -210,36 +212,54 @@ def _refuse_hidden(value: Any) -> None:
     if isinstance(value, type | nn.Module) or callable(value):
         return
     held = list(value) if isinstance(value, set | frozenset | deque) else list(getattr(value, "__dict__", {}).values())
-    if held and any(tensor.requires_grad for tensor in flatten(held)[0]):
+    if any(_requires_grad(one, 0) for one in held):
         raise UnsupportedModelError(
             f"an argument of the module is a {type_name(type(value))} that holds tensors which require grad, and whose gradients cannot be edited there; "
             "pass the tensors themselves, or in tuples, lists, dicts or dataclasses"
         )
 
 
-class _Copy:
-    """A container that can be changed, and the copy that the module got; the caller's own has to follow what the module does to it."""
+def _requires_grad(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    children = None if type(value) in _PLAIN or depth == _DEEPEST else _children(value)
+    return children is not None and any(_requires_grad(child, depth + 1) for child in children)
 
-    __slots__ = ("_items", "_keys", "copied", "original")
 
-    def __init__(self, original: Any, copied: Any) -> None:
+class Copied:
+    """A container that can be changed, and the copy that the module got; the caller's own has to follow what the module does to it.
+
+    Parameters
+    ----------
+    original, copied : object
+        The two.
+    children : list
+        What the original holds.
+    """
+
+    def __init__(self, original: Any, copied: Any, children: list[Any]) -> None:
         self.original, self.copied = original, copied
-        self._keys, self._items = _keys(copied), _children(copied) or []
+        self._children = children
+        self._keys, self._given = _keys(copied), _children(copied) or []
 
     def follow(self, translate: Callable[[Any], Any]) -> None:
         """Do to the caller's container what the module has done to the copy."""
         keys, items = _keys(self.copied), _children(self.copied) or []
-        if (
-            keys != self._keys
-            or len(items) != len(self._items)
-            or any(one is not other for one, other in zip(items, self._items, strict=True))
-        ):
-            try:
-                _fill(self.original, keys, [translate(item) for item in items])
-            except UnsupportedModelError:
-                raise
-            except Exception as error:
-                _refuse_container(type(self.original), error)
+        is_same = len(items) == len(self._given) and all(one is other for one, other in zip(items, self._given, strict=True))
+        if is_same and keys == self._keys:
+            return
+        try:
+            _fill(self.original, keys, [self._followed(item, translate) for item in items])
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            _refuse_container(type(self.original), error)
+
+    def _followed(self, item: Any, translate: Callable[[Any], Any]) -> Any:
+        for given, child in zip(self._given, self._children, strict=True):
+            if item is given:
+                return child  # the caller's own, which did not come out of the module
+        return translate(item)
 
 
 def _keys(container: Any) -> list[Any]:
@@ -264,9 +284,12 @@ class StandIns:
 
     def __init__(self, inputs: Inputs, stand_ins: Sequence[torch.Tensor]) -> None:
         self._inputs = inputs
-        self._entries = [
-            _Entry(tensor, stand_in) for tensor, stand_in in zip(inputs.tensors, stand_ins, strict=True) if stand_in._base is None
-        ]  # (a view needs no care: torch takes it)
+        self._entries: list[_Entry] = []
+        if not _is_compiling():
+            pairs = zip(inputs.tensors, stand_ins, strict=True)
+            self._entries = [
+                _Entry(tensor, stand_in) for tensor, stand_in in pairs if stand_in._base is None
+            ]  # (torch takes care of a view)
         self._returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.args, self.kwargs, self._copies = inputs.replaced(stand_ins)
 
@@ -278,6 +301,8 @@ class StandIns:
         UnsupportedModelError
             If the module has done something to its inputs that cannot be told of them.
         """
+        if not self._entries and not self._copies:
+            return output
         for entry in self._entries:
             entry.check()
             if entry.is_edited:

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import shutil
 import threading
 import warnings
 import weakref
@@ -15,9 +16,10 @@ import weakref
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
+import torch._dynamo.testing
 from small import linear, recording, values
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -131,7 +133,7 @@ def test_squares_that_overflow_float32_are_clipped_all_the_same():
 
 def test_a_sparse_gradient_counts_with_its_summed_values():
     weight = torch.ones(4, 1, requires_grad=True)
-    module = Does(lambda table: F.embedding(torch.tensor([1, 1, 2]), table, sparse=True))
+    module = Does(lambda table: functional.embedding(torch.tensor([1, 1, 2]), table, sparse=True))
     clip_gradient(module, 1.0)
     module(weight).backward(torch.tensor([[1.0], [2.0], [4.0]]))
     assert weight.grad.is_sparse
@@ -210,7 +212,7 @@ def test_edits_end_one_by_one_in_any_order():
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
     assert not module._forward_hooks_always_called
-    with pytest.raises(KeyError), scale_gradient(module, 5):  # noqa: PT012
+    with pytest.raises(KeyError), scale_gradient(module, 5):
         assert gradient() == 50
         raise KeyError
     assert gradient() == 10
@@ -321,7 +323,7 @@ class Explicit(torch.autograd.Function):
 
 
 def relu_twice(tensor):
-    return F.relu_(tensor), tensor
+    return functional.relu_(tensor), tensor
 
 
 def add_one(tensor):
@@ -363,7 +365,7 @@ PLACES = {"whole": lambda weight: weight * 2, "row": lambda weight: (weight * 2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "function",
-    [F.relu_, relu_twice, add_one, edit_part, edit_after_view, use_and_edit, edit_into_dict],
+    [functional.relu_, relu_twice, add_one, edit_part, edit_after_view, use_and_edit, edit_into_dict],
     ids=lambda function: function.__name__,
 )
 def test_a_module_may_edit_its_input_in_place(function, place, afterwards):
@@ -448,13 +450,13 @@ def test_edits_in_place_of_what_was_passed_on_are_refused(module, edits_input):
     tensor = torch.randn(2, 3, requires_grad=True) * 1
     with scale_gradient(module, -3.0):
         output = tensors_of(module(tensor))[0]
-    with pytest.raises(RuntimeError, match="HookstoreOutput is a view and"):  # noqa: PT012
+    with pytest.raises(RuntimeError, match="HookstoreOutput is a view and"):
         (tensor if edits_input else output).add_(1)
         output.sum().backward()
 
 
 def test_a_leaf_is_not_edited_in_place():
-    module = Does(F.relu_)
+    module = Does(functional.relu_)
     scale_gradient(module, 2)
     for leaf in (torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True).view(2, 1)):
         with pytest.raises(RuntimeError, match="HookstoreScaledGradient is a view and is being modified inplace"):
@@ -604,6 +606,8 @@ def gradient_of_packed(recurrent, tensor):
 
 
 def test_a_container_that_the_module_changes_is_changed():
+    """What the module put in has the edit, and what the caller put in has none."""
+
     def use(given, items):
         given["x"] = given["x"] * 2
         given["y"] = given.pop("gone") * 3
@@ -611,16 +615,17 @@ def test_a_container_that_the_module_changes_is_changed():
         return given
 
     weight = torch.ones(1, requires_grad=True)
-    tensors = [weight * 1, weight * 1, weight * 1]
-    given, items = {"x": tensors[0], "gone": tensors[1]}, [tensors[2]]
+    tensors = [weight * 1, weight * 1, weight * 1, weight * 1]
+    given, items = {"x": tensors[0], "gone": tensors[1], "left": tensors[3]}, [tensors[2]]
     module = Does(use)
     scale_gradient(module, -1.0)
     output = module(given, items)
     assert output is given
-    assert list(given) == ["x", "y"]
+    assert list(given) == ["x", "left", "y"]
     assert items[0] is items[1] is tensors[2]
-    (given["x"] + given["y"] + items[1]).backward()
-    assert weight.grad.item() == -(2 + 3 + 5)
+    assert given["left"] is tensors[3]
+    (given["x"] + given["y"] + items[1] + given["left"] * 100).backward()
+    assert weight.grad.item() == 100 - (2 + 3 + 5)
 
 
 class Holder:
@@ -704,7 +709,7 @@ def test_in_place_operations_under_checkpointing():
         output.sum().backward()
         return weight.grad
 
-    module = Does(lambda tensor: F.relu_(tensor) * 3)
+    module = Does(lambda tensor: functional.relu_(tensor) * 3)
     plain = run(module)
     scale_gradient(module, -0.5)
     assert torch.equal(run(module), plain * -0.5)
@@ -914,3 +919,219 @@ def test_a_recording_shows_the_gradient_before_the_edit_and_after_it(tmp_path, i
         assert values(run["0"].gradient, 0, 0) == [[-10 * share]]
         assert values(run["1"].input, 0, 0) == values(run["0"].activation, 0, 0) == [[1.0]]
         assert values(run["1"].activation, 0, 0) == [[share / 3]]
+
+
+# Compiled models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="new_compiler")
+def _new_compiler():
+    """Nothing is compiled before or left after; the compiler looks at the gradient of whatever it is given."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+    torch._dynamo.reset()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+class Middle(nn.Module):
+    """Calls a module in its middle."""
+
+    def __init__(self, function, call):
+        super().__init__()
+        self.first, self.inside, self.call = nn.Linear(3, 3), Does(function), call
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.call(self.inside, hidden, hidden * 2) + hidden.sum()
+
+
+def use_dict(module, one, two):
+    given = {"a": one, "b": [two], "c": 1, "left": two}
+    output = module(given)
+    return output["a"] * 3 + given["new"] + given["left"] * 7 + (0 if output is given else float("nan"))
+
+
+def change_dict(given):
+    given["new"] = given["a"] * 2 + given["b"][0]
+    return given
+
+
+CALLS = {
+    "keywords": (lambda one, *, two: one * two, lambda module, one, two: module(one, two=two)),
+    "one twice": (lambda one, two: one * two, lambda module, one, _two: module(one, one)),
+    "containers": (
+        lambda pair, rest: pair[0] * pair[1] * rest["a"],
+        lambda module, one, two: module((one, two), collections.OrderedDict(a=one)),
+    ),
+    "changed": (change_dict, use_dict),
+    "dataclass": (lambda given: given.one * given.two, lambda module, one, two: module(Open(one, two))),
+    "passed on": (lambda one, two: (two, one.flatten(0)), lambda module, one, two: sum(part.sum() for part in module(one, two))),
+    "three calls": (lambda one: one.tanh(), lambda module, one, two: module(one) + module(module(two))),
+    "unused": (lambda one, _two, _scalar: one * 2, lambda module, one, two: module(one, two, 3)),
+}
+EDITS = {
+    "scale": lambda module: [scale_gradient(module, -2.0)],
+    "clip": lambda module: [clip_gradient(module, 0.5, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))],
+    "both": lambda module: [clip_gradient(module, 0.5), reverse_gradient(module, 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "edit", "backend"),
+    [
+        *(("keywords", "scale", backend) for backend in ("eager", "aot_eager")),
+        *(("one twice", "clip", backend) for backend in ("eager", "aot_eager")),
+        *(("containers", "both", "aot_eager"), ("changed", "scale", "aot_eager"), ("dataclass", "clip", "aot_eager")),
+        *(("passed on", "both", "aot_eager"), ("three calls", "clip", "aot_eager"), ("unused", "clip", "aot_eager")),
+        *[
+            pytest.param(call, edit, backend, marks=pytest.mark.slow)
+            for call in CALLS
+            for edit in EDITS
+            for backend in ("eager", "aot_eager")
+        ],
+    ],
+)
+@pytest.mark.usefixtures("new_compiler")
+def test_a_compiled_model_has_the_gradients_of_the_eager_one(call, edit, backend):
+    whole, inputs = Middle(*CALLS[call]), torch.randn(2, 3)
+    edits = EDITS[edit](whole.inside)
+    compiled = torch.compile(whole, backend=backend, fullgraph=True)
+    expected = grads_of(whole.first, whole, inputs)
+    found = grads_of(whole.first, compiled, inputs)
+    for one in edits:
+        one.remove()
+    plain = grads_of(whole.first, whole, inputs)
+    assert all(torch.allclose(one, other, rtol=1e-4) for one, other in zip(found, expected, strict=True))
+    assert not any(torch.allclose(one, other, rtol=0.01) for one, other in zip(found, plain, strict=True))
+
+
+def grads_of(part, module, inputs):
+    part.zero_grad()
+    loss_of(module(inputs)).backward()
+    return [parameter.grad.clone() for parameter in part.parameters()]
+
+
+@pytest.mark.usefixtures("new_compiler")
+def test_edits_made_and_ended_after_compiling_take_effect():
+    module = linear([2.0])
+    compiled = torch.compile(nn.Sequential(module), backend="eager", fullgraph=True)
+
+    def gradient():
+        tensor = torch.ones(1, 1, requires_grad=True)
+        compiled(tensor).backward()
+        return tensor.grad.item()
+
+    assert gradient() == 2
+    edit = reverse_gradient(module)
+    assert gradient() == -2
+    with scale_gradient(module, 3):
+        assert gradient() == -6
+    assert gradient() == -2
+    edit.remove()
+    assert gradient() == 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.usefixtures("new_compiler")
+def test_graphs_of_a_twin_do_not_serve_an_edited_module(which):
+    blocks = [nn.Sequential(linear([2.0])) for _ in range(2)]
+    edit = scale_gradient(blocks[which][0], -3.0)
+    found = []
+    for block in blocks:
+        block.compile(backend="eager", fullgraph=True)
+        tensor = torch.ones(1, 1, requires_grad=True)
+        block(tensor).backward()
+        found.append(tensor.grad.item())
+    edit.remove()
+    assert found == ([-6, 2] if which == 0 else [2, -6])
+
+
+@pytest.mark.parametrize("is_edited_first", [False, True])
+@pytest.mark.usefixtures("new_compiler")
+def test_the_setting_of_the_compiler_is_shared_with_a_recording(tmp_path, is_edited_first):
+    module = linear([2.0])
+    for ends_edit_first in (False, True):
+        edit = scale_gradient(module, 2.0) if is_edited_first else None
+        recorder = recording(nn.Sequential(module), tmp_path / str(ends_edit_first))
+        edit = edit or scale_gradient(module, 2.0)
+        assert not torch._dynamo.config.skip_nnmodule_hook_guards
+        (edit.remove if ends_edit_first else recorder.close)()
+        assert not torch._dynamo.config.skip_nnmodule_hook_guards
+        (recorder.close if ends_edit_first else edit.remove)()
+        assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+@pytest.mark.usefixtures("new_compiler")
+def test_a_number_that_changes_is_compiled_twice_at_most():
+    schedule = {"alpha": 0.0}
+    module = linear([2.0])
+    edit = reverse_gradient(module, lambda: schedule["alpha"])
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for step in range(1, 6):
+        schedule["alpha"] = step / 8
+        tensor = torch.ones(1, 1, requires_grad=True)
+        compiled(tensor).backward()
+        assert tensor.grad.item() == -2 * step / 8
+    edit.remove()
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.usefixtures("new_compiler")
+def test_edits_in_place_are_refused_in_compiled_models(backend):
+    for function, call in (
+        (functional.relu_, lambda module, one, _two: module(one)),
+        (lambda one: one, lambda module, one, _two: module(one).add_(1)),
+        (lambda one: one, lambda module, one, _two: (module(one), one.add_(1))[0]),
+    ):
+        whole = Middle(function, call)
+        with scale_gradient(whole.inside, 2.0), pytest.raises(Exception, match="is a view and (is|its base)"):
+            torch.compile(whole, backend=backend, fullgraph=True)(torch.randn(2, 3))
+
+
+@pytest.mark.usefixtures("new_compiler")
+def test_a_module_with_a_graph_break_is_edited():
+    def broken(one):
+        torch._dynamo.graph_break()
+        return functional.relu_(one) * 3
+
+    whole, inputs = Middle(broken, lambda module, one, _two: module(one * 1) + one), torch.randn(2, 3)
+    edit = scale_gradient(whole.inside, -2.0)
+    expected = grads_of(whole.first, whole, inputs)
+    found = grads_of(whole.first, torch.compile(whole, backend="eager"), inputs)
+    edit.remove()
+    assert all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_edited_first", [False, True])
+@pytest.mark.usefixtures("new_compiler")
+def test_a_recording_of_a_compiled_model_shows_gradients_after_the_edit_where_they_were_edited(tmp_path, is_edited_first):
+    module = linear([2.0])
+    whole = nn.Sequential(linear([1.0]), module, linear([3.0]))
+    edit = scale_gradient(module, -10.0) if is_edited_first else None
+    with recording(whole, tmp_path / "run", layers=["0", "1"], kinds=["activation", "gradient", "input"]):
+        edit = edit or scale_gradient(module, -10.0)
+        torch.compile(whole, backend="aot_eager", fullgraph=True)(torch.ones(1, 1)).sum().backward()
+    edit.remove()
+    assert whole[0].weight.grad.item() == -60
+    with hookstore.open(tmp_path / "run") as run:
+        assert values(run["1"].gradient, 0, 0) == [[3.0]]
+        assert values(run["0"].gradient, 0, 0) == [[-60.0]]
+        assert values(run["1"].input, 0, 0) == values(run["0"].activation, 0, 0) == [[1.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
+@pytest.mark.usefixtures("new_compiler")
+def test_inductor(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    whole, inputs = Middle(*CALLS["three calls"]), torch.randn(2, 3)
+    edits = EDITS["both"](whole.inside)
+    expected = grads_of(whole.first, whole, inputs)
+    found = grads_of(whole.first, torch.compile(whole, fullgraph=True), inputs)
+    for one in edits:
+        one.remove()
+    assert all(torch.allclose(one, other, rtol=1e-4) for one, other in zip(found, expected, strict=True))
