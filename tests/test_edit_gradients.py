@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import pickle
 import shutil
 import threading
@@ -919,6 +920,51 @@ def test_a_recording_shows_the_gradient_before_the_edit_and_after_it(tmp_path, i
         assert values(run["0"].gradient, 0, 0) == [[-10 * share]]
         assert values(run["1"].input, 0, 0) == values(run["0"].activation, 0, 0) == [[1.0]]
         assert values(run["1"].activation, 0, 0) == [[share / 3]]
+
+
+# Domain-adversarial training --------------------------------------------------------------------------------------
+
+
+def domain(mean, *, is_labelled):
+    """Of two numbers the first tells the label in both domains, the second in the labelled one alone, and it tells the domains apart."""
+    label = torch.randint(0, 2, (200,)).float()
+    side = label * 2 - 1
+    return torch.stack([side, side * is_labelled + mean], 1) + 0.5 * torch.randn(200, 2), label
+
+
+def accuracy(output, wanted):
+    return ((output[:, 0] > 0) == (wanted > 0.5)).float().mean().item()
+
+
+def train_on_two_domains(seed, *, is_reversed):
+    """Return how well labels are told in the domain that has none in training, and how well the domains are told apart."""
+    torch.manual_seed(seed)
+    features, labels, domains = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 1)
+    (source, label), (target, target_label) = domain(2.0, is_labelled=True), domain(-2.0, is_labelled=False)
+    both, is_source = torch.cat([source, target]), torch.cat([torch.ones(200), torch.zeros(200)])
+    of_features = [*features.parameters(), *labels.parameters()]
+    optimizer = torch.optim.SGD([{"params": of_features, "lr": 0.1}, {"params": domains.parameters(), "lr": 0.3, "weight_decay": 0.1}])
+    loss_fn, progress = functional.binary_cross_entropy_with_logits, 0.0
+    edit = reverse_gradient(domains, lambda: 2 / (1 + math.exp(-10 * progress)) - 1) if is_reversed else None
+    for step in range(300):
+        progress = step / 300
+        hidden = features(both)
+        optimizer.zero_grad()
+        (loss_fn(labels(hidden[:200])[:, 0], label) + loss_fn(domains(hidden)[:, 0], is_source)).backward()
+        optimizer.step()
+    if edit is not None:
+        edit.remove()
+    with torch.no_grad():
+        return accuracy(labels(features(target)), target_label), accuracy(domains(features(both)), is_source)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_domain_adversarial_training_needs_the_reversal():
+    with_it, without_it = train_on_two_domains(0, is_reversed=True), train_on_two_domains(0, is_reversed=False)
+    assert with_it[0] > 0.85
+    assert without_it[0] < 0.75
+    assert with_it[1] < 0.65
+    assert without_it[1] > 0.9
 
 
 # Compiled models --------------------------------------------------------------------------------------------------
