@@ -7,24 +7,19 @@ returns of a stand-in becomes a part of the tensor again. Where that cannot be d
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
+from hookstore.containers import DEEPEST, Inputs, children_of, fill, keys_of, rebuild, refuse_container
 from hookstore.errors import UnsupportedModelError
-from hookstore.nested import type_name
 
 _is_compiling = torch.compiler.is_compiling
 _is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-_PLAIN = frozenset((type(None), str, int, float, bool, bytes, complex, slice, range, torch.Size, torch.device, torch.dtype))
-_DEEPEST = 32
 
 
 class HookstoreSameTensor(torch.autograd.Function):
@@ -70,203 +65,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
-
-
-# Before the call --------------------------------------------------------------------------------------------------
-
-
-class Inputs:
-    """The tensors that a call begins with.
-
-    Parameters
-    ----------
-    args, kwargs : tuple, dict
-        What the module is called with.
-
-    Attributes
-    ----------
-    tensors : list of torch.Tensor
-        Those that require grad, each once, in order.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If an argument of a kind that cannot be looked through has a tensor that requires grad.
-    """
-
-    __slots__ = ("_args", "_kwargs", "others", "tensors")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args, kwargs
-        self.tensors: list[torch.Tensor] = []
-        self.others: list[torch.Tensor] = []
-        for value in (*args, *kwargs.values()):
-            self._find(value, 0)
-
-    def _find(self, value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            found = self.tensors if value.requires_grad else self.others
-            if not any(value is one for one in found):
-                found.append(value)
-        elif type(value) not in _PLAIN:
-            children = _children(value)
-            if children is None:
-                _refuse_hidden(value)
-            elif depth == _DEEPEST:
-                raise UnsupportedModelError(
-                    f"an argument of the module is nested more than {_DEEPEST} levels deep, or holds itself; pass its tensors flat"
-                )
-            else:
-                for child in children:
-                    self._find(child, depth + 1)
-
-    def replaced(self, stand_ins: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Copied]]:
-        """Return the arguments with stand-ins for the tensors, and the containers that were copied for it."""
-        copies: list[Copied] = []
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                for tensor, stand_in in zip(self.tensors, stand_ins, strict=True):
-                    if tensor is value:
-                        return stand_in
-                return value
-            children = None if type(value) in _PLAIN else _children(value)
-            if children is None:
-                return value
-            for made in copies:
-                if made.original is value:
-                    return made.copied
-            swapped = [swap(child) for child in children]
-            if all(one is other for one, other in zip(swapped, children, strict=True)):
-                return value
-            copied = _rebuild(value, swapped)
-            if not isinstance(value, tuple):
-                copies.append(Copied(value, copied, children))
-            return copied
-
-        args = tuple([swap(value) for value in self._args])
-        kwargs = {name: swap(value) for name, value in self._kwargs.items()}
-        return args, kwargs, copies
-
-
-def _children(value: Any) -> list[Any] | None:
-    """Return what a container holds, or ``None`` for what is no container that can be rebuilt."""
-    if isinstance(value, tuple | list):
-        return list(value)
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return None
-
-
-def _rebuild(value: Any, children: list[Any]) -> Any:
-    """Return a container of the same kind with other children."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple(children)
-    if kind is list:
-        return children
-    if kind is dict or kind is OrderedDict:
-        made: dict[Any, Any] = {} if kind is dict else OrderedDict()
-        made.update(zip(value, children, strict=True))
-        return made
-    try:
-        if isinstance(value, tuple):
-            rebuilt = value._make(children) if hasattr(kind, "_make") else kind(children)  # type: ignore[attr-defined]
-        else:
-            rebuilt = copy.copy(value)
-            _fill(rebuilt, list(value) if isinstance(value, Mapping) else [], children)
-        kept = _children(rebuilt) or []
-        if len(kept) == len(children) and all(one is other for one, other in zip(kept, children, strict=True)):
-            return rebuilt
-    except Exception as error:
-        _refuse_container(kind, error)
-    return _refuse_container(kind)
-
-
-def _fill(container: Any, keys: Sequence[Any], children: Sequence[Any]) -> None:
-    """Put children into a container that can be changed."""
-    if isinstance(container, list):
-        container[:] = children
-    elif isinstance(container, Mapping):
-        for key in [key for key in container if key not in keys]:
-            del container[key]  # type: ignore[attr-defined]
-        for key, child in zip(keys, children, strict=True):
-            container[key] = child  # type: ignore[index]
-    else:
-        for field, child in zip(dataclasses.fields(container), children, strict=True):
-            object.__setattr__(container, field.name, child)
-
-
-def _refuse_container(kind: type, error: Exception | None = None) -> NoReturn:
-    why = "it does not hold what is put into it" if error is None else f"that raises {type(error).__name__}: {error}"
-    raise UnsupportedModelError(
-        f"an argument or output of the module is a {type_name(kind)} with tensors that require grad, and cannot be made again with other tensors: {why}; "
-        "pass the tensors themselves, or in tuples, lists, dicts or dataclasses"
-    ) from error
-
-
-def _refuse_hidden(value: Any) -> None:
-    """Refuse an object of some other kind if it has tensors that require grad, whose gradients would go unedited."""
-    if isinstance(value, type | nn.Module) or callable(value):
-        return
-    held = list(value) if isinstance(value, set | frozenset | deque) else list(getattr(value, "__dict__", {}).values())
-    if any(_requires_grad(one, 0) for one in held):
-        raise UnsupportedModelError(
-            f"an argument of the module is a {type_name(type(value))} that holds tensors which require grad, and whose gradients cannot be edited there; "
-            "pass the tensors themselves, or in tuples, lists, dicts or dataclasses"
-        )
-
-
-def _requires_grad(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    children = None if type(value) in _PLAIN or depth == _DEEPEST else _children(value)
-    return children is not None and any(_requires_grad(child, depth + 1) for child in children)
-
-
-class Copied:
-    """A container that can be changed, and the copy that the module got; the caller's own has to follow what the module does to it.
-
-    Parameters
-    ----------
-    original, copied : object
-        The two.
-    children : list
-        What the original holds.
-    """
-
-    def __init__(self, original: Any, copied: Any, children: list[Any]) -> None:
-        self.original, self.copied = original, copied
-        self._children = children
-        self._keys, self._given = _keys(copied), _children(copied) or []
-
-    def follow(self, translate: Callable[[Any], Any]) -> None:
-        """Do to the caller's container what the module has done to the copy."""
-        keys, items = _keys(self.copied), _children(self.copied) or []
-        is_same = len(items) == len(self._given) and all(one is other for one, other in zip(items, self._given, strict=True))
-        if is_same and keys == self._keys:
-            return
-        try:
-            _fill(self.original, keys, [self._followed(item, translate) for item in items])
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            _refuse_container(type(self.original), error)
-
-    def _followed(self, item: Any, translate: Callable[[Any], Any]) -> Any:
-        for given, child in zip(self._given, self._children, strict=True):
-            if item is given:
-                return child  # the caller's own, which did not come out of the module
-        return translate(item)
-
-
-def _keys(container: Any) -> list[Any]:
-    return list(container) if isinstance(container, Mapping) else []
-
-
-# After the call ---------------------------------------------------------------------------------------------------
 
 
 class StandIns:
@@ -322,27 +120,35 @@ class StandIns:
                     "memory: its gradient would be wrong; pass a clone, or do without in-place operations in the module"
                 )
 
-    def _translate(self, value: Any) -> Any:
+    def _translate(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
             return self._translate_tensor(value)
-        if type(value) in _PLAIN or isinstance(value, type | nn.Module):
-            return value
         for made in self._copies:
             if value is made.copied:
                 return made.original
-        children = _children(value)
+        children = children_of(value) if depth < DEEPEST else []
+        if children is None:
+            self._translate_attributes(value)
         if not children:
             return value
-        translated = [self._translate(child) for child in children]
+        translated = [self._translate(child, depth + 1) for child in children]
         if all(one is other for one, other in zip(translated, children, strict=True)):
             return value
         if isinstance(value, tuple):
-            return _rebuild(value, translated)
+            return rebuild(value, translated)
         try:
-            _fill(value, _keys(value), translated)
+            fill(value, keys_of(value), translated)
         except Exception as error:
-            _refuse_container(type(value), error)
+            refuse_container(type(value), error)
         return value
+
+    def _translate_attributes(self, value: Any) -> None:
+        """Translate the tensors that an object of some other kind holds."""
+        if self._entries and not isinstance(value, type | nn.Module):
+            attributes = getattr(value, "__dict__", {})
+            for name, tensor in list(attributes.items()):
+                if isinstance(tensor, torch.Tensor):
+                    attributes[name] = self._translate_tensor(tensor)
 
     def _translate_tensor(self, returned: torch.Tensor) -> torch.Tensor:
         base = _base_of(returned)

@@ -11,6 +11,7 @@ import math
 import pickle
 import shutil
 import threading
+import types
 import warnings
 import weakref
 
@@ -648,6 +649,39 @@ def test_tensors_where_they_cannot_be_edited_are_refused(value):
     with pytest.raises(UnsupportedModelError, match="argument .*of the module is a .*, in tuples|pass the tensors themselves"):
         module(value(torch.ones(1, requires_grad=True)), other=torch.ones(1))
     module(value(torch.ones(1)), other=torch.ones(1, requires_grad=True))
+
+
+def test_what_an_output_of_another_kind_holds_is_translated():
+    weight = torch.ones(2, requires_grad=True)
+    tensor, module = weight * 1, Does(lambda one: types.SimpleNamespace(value=one, same=[1]))
+    scale_gradient(module, -1)
+    output = module(tensor)
+    with pytest.raises(RuntimeError, match="HookstoreOutput is a view"):
+        output.value.add_(1)
+    (output.value + tensor * 100).sum().backward()
+    assert weight.grad.tolist() == [99, 99]
+
+
+def test_parts_of_a_chunked_tensor_are_edited_and_stay_without_edits_in_place():
+    weight = torch.ones(4, requires_grad=True)
+    tensor, module = (weight * 1).chunk(2)[0], Does(lambda one: one)
+    scale_gradient(module, -1)
+    (module(tensor) * 2 + tensor).sum().backward()
+    assert weight.grad.tolist() == [-1, -1, 0, 0]
+    module = Does(lambda one: one.mul_(2))
+    scale_gradient(module, -1)
+    with pytest.raises(RuntimeError, match="output of a function that returns multiple views"):
+        module((weight * 1).chunk(2)[0])
+
+
+def test_a_clipped_replica_of_data_parallel_is_refused():
+    module = nn.Linear(1, 1)
+    module._is_replica = True
+    tensor = torch.ones(1, 1, requires_grad=True)
+    with scale_gradient(module, 2):
+        module(tensor)
+    with clip_gradient(module, 2), pytest.raises(UnsupportedModelError, match="called in replicas by DataParallel"):
+        module(tensor)
 
 
 def test_a_list_that_holds_itself_is_refused():
