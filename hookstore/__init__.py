@@ -29,6 +29,7 @@ from hookstore.errors import (
 if TYPE_CHECKING:
     from hookstore.capture import Capture
     from hookstore.captures import Captures, LayerRun
+    from hookstore.gradients import GradientEdit, clip_gradient, reverse_gradient, scale_gradient
     from hookstore.joined import NestedArray, QuantizedArray, SparseArray
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
@@ -49,6 +50,7 @@ __all__ = [
     "CorruptRunError",
     "Fault",
     "FormatVersionError",
+    "GradientEdit",
     "HookstoreError",
     "LayerRun",
     "MissingCaptureError",
@@ -77,14 +79,18 @@ __all__ = [
     "UnsupportedModelError",
     "Verification",
     "__version__",
+    "clip_gradient",
     "open",
     "record",
     "recover",
+    "reverse_gradient",
+    "scale_gradient",
     "verify",
 ]
 
 _HOME = {
     "Capture": "hookstore.capture",
+    **dict.fromkeys(("GradientEdit", "clip_gradient", "reverse_gradient", "scale_gradient"), "hookstore.gradients"),
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",

@@ -31,6 +31,7 @@ def test_public_names_are_pinned():
             "Capture",
             "Captures",
             "Fault",
+            "GradientEdit",
             "LayerRun",
             "NestedArray",
             "NotStored",
@@ -48,7 +49,7 @@ def test_public_names_are_pinned():
             "Statistics",
             "Verification",
         ),
-        *("__version__", "open", "record", "recover", "verify"),
+        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "reverse_gradient", "scale_gradient"),
     }
     for name in hookstore.__all__:
         assert getattr(hookstore, name) is not None
@@ -102,6 +103,7 @@ def test_signatures_are_pinned():
         hookstore.LayerRun: {"activation", "gradient", "input", "input_gradient", "kinds", "parameter", "parameter_gradient"},
         hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
         hookstore.Samples: {"where"},
+        hookstore.GradientEdit: {"remove"},
     }
     for kind, names in public.items():
         assert {name for name in vars(kind) if not name.startswith("_")} == names
@@ -131,7 +133,21 @@ FLOW = (
     *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "selection", "portion", "codecs"),
     *("schedule", "capture", "agenda", "clock", "layout", "device", "staging"),
     *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
-    *("operators", "compiler", "compiled", "hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
+    *(
+        "operators",
+        "compiler",
+        "compiled",
+        "hooks",
+        "containers",
+        "standins",
+        "edits",
+        "gradients",
+        "uncalled",
+        "swaps",
+        "fastpath",
+        "around",
+        "attach",
+    ),
     *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("rows", "samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )
