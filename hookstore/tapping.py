@@ -111,6 +111,7 @@ class Tap:
         self._clock.on_tick = self._hooks.update
         self._clock.on_end = _at_end(sink, self._hooks)
         self._first = next(iter(models))
+        self._names = {alias: layer.name for layer in agenda.layers for alias in (layer.name, *layer.aliases)}
         self._remove = weakref.finalize(self, self._hooks.remove)
         self._remove.atexit = False
         try:
@@ -123,7 +124,7 @@ class Tap:
     @property
     def layers(self) -> list[str]:
         """Names of the tapped layers, in the model's order."""
-        return [layer.name for layer in self._clock.agenda.layers]
+        return list(self._clock.agenda.names)
 
     @property
     def kinds(self) -> list[str]:
@@ -138,9 +139,8 @@ class Tap:
         UnknownLayerError
             If that layer is not tapped.
         """
-        for known in self._clock.agenda.layers:
-            if layer == known.name or layer in known.aliases:
-                return LayerTap(self, known.name)
+        if layer in self._names:
+            return LayerTap(self, self._names[layer])
         nearest = difflib.get_close_matches(str(layer), self.layers, n=3, cutoff=0.5)
         shown = nearest or self.layers[:10]
         more = f" and {len(self.layers) - len(shown)} more" if not nearest and len(self.layers) > len(shown) else ""
@@ -177,7 +177,7 @@ class Tap:
 
     def __repr__(self) -> str:
         state = "" if self._remove.alive else ", removed"
-        return f"<hookstore.Tap of {', '.join(self.kinds)} of {len(self._clock.agenda.layers)} layers{state}>"
+        return f"<hookstore.Tap of {', '.join(self.kinds)} of {len(self.layers)} layers{state}>"
 
     def _find(self, layer: str, kind: str, call: int) -> Value:
         """Return what there is of a call.

@@ -660,8 +660,8 @@ def test_other_kinds_of_tensors_are_kept_as_they_are():
             nested = torch.nested.nested_tensor([values, values[:1]], layout=torch.jagged)
             return {"sparse": values.to_sparse(), "nested": nested, "empty": values[:0]}
 
-    with tap(Odd(), "", clone=True) as taps:
-        model = taps._hooks._model()
+    model = Odd()
+    with tap(model, "", clone=True) as taps:
         values = torch.tensor([0.0, 2.0])
         model(values)
         kept = taps[""].activation
