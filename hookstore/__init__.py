@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
     from hookstore.statistics import Statistics
+    from hookstore.tapping import LayerTap, Tap, tap
     from hookstore.values import Arguments, NotStored, PackedSequence, Record
     from hookstore.verification import Fault, Verification, verify
 
@@ -53,6 +54,7 @@ __all__ = [
     "GradientEdit",
     "HookstoreError",
     "LayerRun",
+    "LayerTap",
     "MissingCaptureError",
     "NestedArray",
     "NotARunError",
@@ -75,6 +77,7 @@ __all__ = [
     "SelectionError",
     "SparseArray",
     "Statistics",
+    "Tap",
     "UnknownLayerError",
     "UnsupportedModelError",
     "Verification",
@@ -85,6 +88,7 @@ __all__ = [
     "recover",
     "reverse_gradient",
     "scale_gradient",
+    "tap",
     "verify",
 ]
 
@@ -94,6 +98,7 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("LayerTap", "Tap", "tap"), "hookstore.tapping"),
     "Statistics": "hookstore.statistics",
     **dict.fromkeys(("Arguments", "NotStored", "PackedSequence", "Record"), "hookstore.values"),
     **dict.fromkeys(("NestedArray", "QuantizedArray", "SparseArray"), "hookstore.joined"),

@@ -33,6 +33,7 @@ def test_public_names_are_pinned():
             "Fault",
             "GradientEdit",
             "LayerRun",
+            "LayerTap",
             "NestedArray",
             "NotStored",
             "PackedSequence",
@@ -47,9 +48,10 @@ def test_public_names_are_pinned():
             "Samples",
             "SparseArray",
             "Statistics",
+            "Tap",
             "Verification",
         ),
-        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "reverse_gradient", "scale_gradient"),
+        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "reverse_gradient", "scale_gradient", "tap"),
     }
     for name in hookstore.__all__:
         assert getattr(hookstore, name) is not None
@@ -104,6 +106,7 @@ def test_signatures_are_pinned():
         hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
         hookstore.Samples: {"where"},
         hookstore.GradientEdit: {"remove"},
+        hookstore.Tap: {"clear", "kinds", "layers", "remove", "values"},
     }
     for kind, names in public.items():
         assert {name for name in vars(kind) if not name.startswith("_")} == names
@@ -130,9 +133,9 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "selection", "portion", "codecs"),
+    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "models", "selection", "portion", "codecs"),
     *("schedule", "capture", "agenda", "clock", "layout", "device", "staging"),
-    *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
+    *("nested", "parts", "sink", "watch", "shares", "recomputation", "live", "optimizers"),
     *(
         "operators",
         "compiler",
@@ -149,7 +152,7 @@ FLOW = (
         "attach",
     ),
     *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
-    *("rows", "samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
+    *("rows", "samples", "values", "joined", "assembly", "captures", "run", "tapping", "verification", "bench", "cli", "demo"),
 )
 
 
