@@ -190,7 +190,8 @@ class _Counting:
             end = max(1, self.num_batches * _MOST_LISTED // num_listed)
             self.factor = max(self.factor, self.num_batches / end)
             kept = [intersect(each, range(end)) if isinstance(each, range) else each[each < end] for each in kept]
-        return np.unique(np.concatenate([_listed(each) for each in kept]))
+        listed = np.sort(np.concatenate([_listed(each) for each in kept]), kind="stable")  # in runs already; np.unique takes tens of times as long
+        return listed[np.concatenate([[True], listed[1:] != listed[:-1]])]
 
 
 def intersect(positions: range, other: range) -> range:
@@ -235,7 +236,8 @@ def _num_stretches(positions: Positions, length: int) -> int:
         return 0
     if isinstance(positions, range):
         return len(positions) if positions.step > length else positions[-1] // length - positions[0] // length + 1
-    return len(np.unique(positions // length))
+    stretches = positions // length
+    return 1 + int(np.count_nonzero(stretches[1:] != stretches[:-1]))
 
 
 def _mask(restriction: Restriction, size: int) -> npt.NDArray[np.bool_]:
