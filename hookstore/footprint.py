@@ -31,7 +31,7 @@ class Stream:
 
     Attributes
     ----------
-    layer, kind, leaf, phase, portion, dtype : str
+    phase, layer, kind, leaf, portion, dtype : str
         As in the manifest.
     shape : tuple of int
         Of a capture.
@@ -51,10 +51,10 @@ class Stream:
         Of the batches in which it is due, those in which it comes.
     """
 
+    phase: str
     layer: str
     kind: str
     leaf: str
-    phase: str
     portion: str
     dtype: str
     shape: tuple[int, ...]
@@ -177,7 +177,9 @@ def _amount(stream: Stream, circumstances: Circumstances, num_arrays: int, count
     if spec is None or not num_captures:
         return _Amount(num_captures, num_rows, 0, 0, 0, is_estimated)
     num_shards = min(of_tensors.num_shards * stream.num_call_shards, num_captures)
-    tail_bytes = num_captures * _row_bytes(stream, circumstances) + num_shards * (_STREAM_BYTES + TRAILER_BYTES + 16 * spec.num_entries + CRC_BYTES)
+    tail_bytes = num_captures * _row_bytes(stream, circumstances) + num_shards * (
+        _STREAM_BYTES + TRAILER_BYTES + 16 * spec.num_entries + CRC_BYTES
+    )
     rest_bytes = tail_bytes + num_shards * PAGE_BYTES // 2  # (a file ends with a page)
     packed_bytes = _packed_bytes(stream, num_captures, circumstances, num_arrays)
     most_bytes = num_captures * align(stream.stride_bytes, PAGE_BYTES)

@@ -171,7 +171,8 @@ class _Counting:
                 return intersect(positions, restriction)
             ascending = restriction if restriction.step > 0 else restriction[::-1]
             is_inside = (positions >= ascending.start) & (positions < ascending.stop)
-            return positions[is_inside & ((positions - ascending.start) % ascending.step == 0)]
+            found: Positions = positions[is_inside & ((positions - ascending.start) % ascending.step == 0)]
+            return found
         if isinstance(restriction, frozenset):
             return np.array(sorted(each for each in restriction if each in positions), dtype=np.int64)
         asked = positions[:_MOST_ASKED]
@@ -190,8 +191,11 @@ class _Counting:
             end = max(1, self.num_batches * _MOST_LISTED // num_listed)
             self.factor = max(self.factor, self.num_batches / end)
             kept = [intersect(each, range(end)) if isinstance(each, range) else each[each < end] for each in kept]
-        listed = np.sort(np.concatenate([_listed(each) for each in kept]), kind="stable")  # in runs already; np.unique takes tens of times as long
-        return listed[np.concatenate([[True], listed[1:] != listed[:-1]])]
+        listed = np.sort(
+            np.concatenate([_listed(each) for each in kept]), kind="stable"
+        )  # in runs already; np.unique takes tens of times as long
+        different: Positions = listed[np.concatenate([[True], listed[1:] != listed[:-1]])]
+        return different
 
 
 def intersect(positions: range, other: range) -> range:
@@ -251,4 +255,3 @@ def _patterns(allowed: npt.NDArray[np.bool_]) -> list[tuple[list[int], int]]:
     """Return each set of schedules that meet in an epoch, and in how many they do."""
     found, times = np.unique(allowed, axis=1, return_counts=True)
     return [(np.flatnonzero(column).tolist(), int(number)) for column, number in zip(found.T, times, strict=True)]
-

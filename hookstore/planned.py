@@ -131,12 +131,17 @@ class Plan:
         return None if self.bandwidth_bytes_per_s is None else self.total_bytes / self.bandwidth_bytes_per_s
 
     def __str__(self) -> str:
-        return "\n".join([*table(self.headings, self.lines), "", *self.summary])
+        return "\n".join([*table(self.headings, self.lines, self.num_texts), "", *self.summary])
 
     @property
     def headings(self) -> tuple[str, ...]:
         """Headings of the table."""
         return ("layer", "kind", "part", "shape", "dtype", "a step", "bytes a step", "captures", "in all")
+
+    @property
+    def num_texts(self) -> int:
+        """How many of its columns hold texts; numbers come after them."""
+        return 5
 
     @property
     def lines(self) -> list[tuple[str, ...]]:
@@ -202,13 +207,15 @@ def _line(tensor: PlannedTensor) -> tuple[str, ...]:
     )
 
 
-def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """Align cells in columns, the first five to the left; columns with nothing in them are left out. What terminals obey is replaced."""
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]], num_texts: int) -> list[str]:
+    """Align cells in columns, texts to the left; columns with nothing in them are left out. What terminals obey is replaced."""
     cells = [[_printable(cell) for cell in line] for line in (headings, *lines)]
     used = [column for column in range(len(headings)) if any(line[column] for line in cells[1:])]
     widths = {column: max(len(line[column]) for line in cells) for column in used}
     return [
-        "  ".join(line[column].ljust(widths[column]) if column < 5 else line[column].rjust(widths[column]) for column in used).rstrip()
+        "  ".join(
+            line[column].ljust(widths[column]) if column < num_texts else line[column].rjust(widths[column]) for column in used
+        ).rstrip()
         for line in cells
     ]
 

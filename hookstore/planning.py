@@ -29,8 +29,8 @@ from hookstore.wrappers import own_parameters
 _MOST_NOTES = 20
 _GRADIENTS = ("gradient", "input_gradient", "parameter_gradient")
 _WHY_NO_GRADIENT = {
-    "gradient": "nothing that it returned requires grad",
-    "input_gradient": "nothing that it was called with requires grad",
+    "gradient": "none comes to what it returned",
+    "input_gradient": "none comes to what it was called with",
     "parameter_gradient": "none of its own parameters requires grad",
 }
 
@@ -150,8 +150,8 @@ def _streams(agenda: Agenda, found: Rehearsal, training: Training) -> list[Strea
 def _stream(agenda: Agenda, sighting: Sighting, spec: ArraySpec | None, phase: str, calls: list[int]) -> Stream:
     choices = _choices(agenda, sighting, phase)
     return Stream(
-        *sighting[:3],
         phase,
+        *sighting[:3],
         sighting.take.text,
         sighting.dtype,
         sighting.shape,
@@ -178,7 +178,10 @@ def _choices(agenda: Agenda, sighting: Sighting, phase: str) -> list[Choice]:
 
 def _notes(agenda: Agenda, found: Rehearsal, training: Training, streams: Sequence[Stream]) -> list[str]:
     """Say what is not known and not counted."""
-    notes = [f"{kind}{f' {leaf!r}' if leaf else ''} of layer {layer!r} is not stored: {why}" for (layer, kind, leaf), why in found.obstacles.items()]
+    notes = [
+        f"{kind}{f' {leaf!r}' if leaf else ''} of layer {layer!r} is not stored: {why}"
+        for (layer, kind, leaf), why in found.obstacles.items()
+    ]
     seen = {(sighting.layer, sighting.kind) for sighting in found.sightings} | {key[:2] for key in found.obstacles}
     silent = [layer.name for layer in agenda.layers if layer.name not in found.called]
     for layer in agenda.layers:
@@ -189,20 +192,27 @@ def _notes(agenda: Agenda, found: Rehearsal, training: Training, streams: Sequen
             if (layer.name, kind) not in seen and (has_parameters or not kind.startswith("parameter"))
         ]
         if layer.name in silent and missing:
-            notes.append(f"layer {layer.name!r} was not called in this forward: its {', '.join(missing)} cannot be known and is not counted")
+            notes.append(
+                f"layer {layer.name!r} was not called in this forward: its {', '.join(missing)} cannot be known and is not counted"
+            )
         elif missing:
             why = [f"{kind} ({_WHY_NO_GRADIENT.get(kind, 'no tensors')})" for kind in missing]
             notes.append(f"layer {layer.name!r} gave nothing for {', '.join(why)}")
     if len(notes) > _MOST_NOTES:
         notes = [*notes[:_MOST_NOTES], f"and {len(notes) - _MOST_NOTES:,} more layers and kinds of which something is not known"]
-    notes += [f"phase {phase!r} is recorded and not counted: give batches={{{phase!r}: …}}" for phase in sorted(agenda.phases - {*training.num_batches})]
+    notes += [
+        f"phase {phase!r} is recorded and not counted: give batches={{{phase!r}: …}}"
+        for phase in sorted(agenda.phases - {*training.num_batches})
+    ]
     if any(phase == "eval" for phase in training.num_batches) and any(
         "eval" in choice.schedule.phases and not {*choice.capture.kinds}.isdisjoint(_GRADIENTS) for choice in agenda.choices
     ):
         notes.append("gradients in evaluation are not counted")
     for choice in agenda.choices:
         if choice.capture.when is not None:
-            notes.append(f"capture {choice.name!r} stores whole tensors while its condition holds: {_of_condition(agenda, choice, streams)} more a batch")
+            notes.append(
+                f"capture {choice.name!r} stores whole tensors while its condition holds: {_of_condition(agenda, choice, streams)} more a batch"
+            )
     return notes
 
 
@@ -240,7 +250,9 @@ def _positional(args: Any) -> tuple[Any, ...]:
     if isinstance(args, torch.Tensor):
         return (args,)
     if not isinstance(args, tuple | list):
-        raise OptionError(f"args: expected a tuple of what the model is called with, such as (images,), got a {type(args).__name__}", option="args")
+        raise OptionError(
+            f"args: expected a tuple of what the model is called with, such as (images,), got a {type(args).__name__}", option="args"
+        )
     return tuple(args)
 
 
@@ -252,14 +264,18 @@ def _check_ready(models: Mapping[str, nn.Module]) -> None:
                 raise UnsupportedModelError(f"{name!r} of the model is not initialized yet: run the model once before planning")
     recorder = recorder_of(module for model in models.values() for module in model.modules())
     if recorder is not None:
-        raise RecorderBusyError(f"the model is being recorded into {recorder.path}, and the forward would be too: plan before recording, or close the recorder")
+        raise RecorderBusyError(
+            f"the model is being recorded into {recorder.path}, and the forward would be too: plan before recording, or close the recorder"
+        )
 
 
 def _check_batches(batches: SupportsIndex | Mapping[str, SupportsIndex]) -> dict[str, int]:
     given = batches if isinstance(batches, Mapping) else {"train": batches}
     unknown = [phase for phase in given if phase not in PHASES]
     if unknown or not given:
-        raise OptionError(f"batches: expected a number, or one for each of {' and '.join(map(repr, PHASES))}, got {batches!r}", option="batches")
+        raise OptionError(
+            f"batches: expected a number, or one for each of {' and '.join(map(repr, PHASES))}, got {batches!r}", option="batches"
+        )
     return {phase: whole("batches", given[phase], least=1, error=OptionError) for phase in PHASES if phase in given}
 
 

@@ -86,10 +86,13 @@ class Rehearsal:
             except _Gap as gap:
                 self.obstacles[layer, kind, leaf] = str(gap)
 
-
     def leave_out_unreached(self, reached: set[Any]) -> None:
         """Leave out gradients to which no backward from what the models returned would come."""
-        both = [(sighting, nodes) for sighting, nodes in zip(self.sightings, self.nodes, strict=True) if not nodes or not reached.isdisjoint(nodes)]
+        both = [
+            (sighting, nodes)
+            for sighting, nodes in zip(self.sightings, self.nodes, strict=True)
+            if not nodes or not reached.isdisjoint(nodes)
+        ]
         self.sightings = [sighting for sighting, _ in both]
         self.nodes = []  # they hold the graph
 
@@ -239,4 +242,5 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
     """Have what is compiled run as it was written: to compile it with these hooks would be in vain."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

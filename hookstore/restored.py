@@ -30,15 +30,17 @@ def restored(models: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> It
     modules = list({id(module): module for model in models for module in model.modules()}.values())
     held = [*tensors, *(tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))]
     devices = sorted({tensor.device.index or 0 for tensor in held if tensor is not None and tensor.is_cuda})
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  # whatever the forward uses
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # whatever the forward uses
     buffers = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in modules]
-    copies = [(tensor, _copy(tensor)) for tensor in {id(one): one for _, own, _ in buffers for one in own.values()}.values() if tensor is not None]
+    copies = [
+        (tensor, _copy(tensor)) for tensor in {id(one): one for _, own, _ in buffers for one in own.values()}.values() if tensor is not None
+    ]
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)
         for module, own, transient in buffers:
             module._buffers.clear()
             module._buffers.update(own)
