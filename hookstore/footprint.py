@@ -213,9 +213,10 @@ def _packed_bytes(stream: Stream, num_captures: int, circumstances: Circumstance
         num_regions = round(num_captures / stream.num_per_batch) * stream.num_call_shards
         return round(num_regions * align(math.ceil(stride * num_captures / num_regions), PAGE_BYTES)) if num_regions else 0
     share = circumstances.buffer_bytes // 16 // max(1, num_arrays)
+    slot_bytes = stride if stream.spec is None else stream.spec.stride_bytes  # where they are not encoded yet
     left, total, size = num_captures, 0, _FIRST_REGION_BYTES
     while left > 0:
-        slots = max(1, min(size, share) // (stride + _NOTE_BYTES))
+        slots = max(1, min(size, share) // (slot_bytes + _NOTE_BYTES))
         times = 1 if size < _REGION_BYTES else left // slots
         if times == 0 or slots > left:
             return total + align(left * stride, PAGE_BYTES)
@@ -228,7 +229,7 @@ def _packed_bytes(stream: Stream, num_captures: int, circumstances: Circumstance
 def _join(met: Sequence[tuple[Stream, _Amount]]) -> tuple[PlannedTensor, ...]:
     """Make a row of a plan for each tensor: calls that went into several arrays are together in one."""
     rows: dict[object, PlannedTensor] = {}
-    for stream, amount in met:
+    for stream, amount in sorted(met, key=lambda one: not one[0].tensors):
         key = (stream.phase, stream.layer, stream.kind, stream.leaf, stream.portion, stream.shape, stream.dtype)
         before = rows.get(key)
         more = (
@@ -243,7 +244,8 @@ def _join(met: Sequence[tuple[Stream, _Amount]]) -> tuple[PlannedTensor, ...]:
         else:
             rows[key] = replace(
                 before,
-                captures_per_step=before.captures_per_step + more[0],
+                # (where only now and then there are more than statistics, these are of the same captures)
+                captures_per_step=before.captures_per_step + more[0] if stream.tensors else max(before.captures_per_step, more[0]),
                 bytes_per_step=before.bytes_per_step + more[1],
                 num_captures=before.num_captures + more[2],
                 num_summaries=before.num_summaries + more[3],

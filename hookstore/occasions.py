@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hookstore.schedule import Restriction, Schedule, allows
 
 _MOST_LISTED = 1 << 23
-_MOST_ASKED = 1 << 20  # calls of a user's function
+_MOST_ASKED = 1 << 18  # calls of a user's function
 
 Positions = range | npt.NDArray[np.int64]
 

@@ -161,12 +161,13 @@ class Plan:
         return [*self._amounts(), *self._limits(), *self.notes]
 
     def _amounts(self) -> list[str]:
-        length = " and ".join(f"{number:,} {phase} batches" for phase, number in self.num_batches.items())
+        length = " and ".join(_many(number, f"{phase} batch", "es") for phase, number in self.num_batches.items())
         about = "about " if self.is_estimated else ""
         rows = f", {self.num_summaries:,} with statistics alone" if self.num_summaries else ""
         most = "at most " if self.is_compressed else ""
         return [
-            f"{self.num_epochs:,} epochs of {length}: {about}{self.num_captures:,} captures{rows}; {self.num_arrays:,} arrays, {self.num_shards:,} shards, "
+            f"{_many(self.num_epochs, 'epoch')} of {length}: {about}{_many(self.num_captures, 'capture')}{rows}; {_many(self.num_arrays, 'array')}, "
+            f"{_many(self.num_shards, 'shard')}, "
             f"about {self.num_files:,} files",
             f"a training step with everything due takes {most}{in_bytes(self.bytes_per_step)}, an average one {in_bytes(self.mean_bytes_per_step)}",
             f"in all {most}{in_bytes(self.total_bytes)}"
@@ -190,6 +191,10 @@ class Plan:
                 "(on_full)"
             )
         return lines
+
+
+def _many(number: int, what: str, ending: str = "s") -> str:
+    return f"{number:,} {what}{'' if number == 1 else ending}"
 
 
 def _line(tensor: PlannedTensor) -> tuple[str, ...]:

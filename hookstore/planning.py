@@ -62,7 +62,8 @@ def plan(
 
     Afterwards the model has no hooks and its buffers their values, and the random number generators stand where they stood, also when the forward raises.
     It runs in the mode, and with or without gradients, as it is called here. What modules keep in attributes that are no buffers, and parameters that a
-    forward edits, stay as the forward leaves them; hooks of the user's run. Models that are compiled run as they were written.
+    forward edits, stay as the forward leaves them; hooks of the user's run. Models that are compiled run as they were written. Where a forward communicates,
+    as under FSDP, every rank has to plan. Gradients are taken to come to what leads to tensors that the model returned, dense, once in a batch.
 
     Parameters
     ----------

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from hookstore.errors import OptionError
 from hookstore.footprint import Circumstances, Stream, make_plan
 from hookstore.format import CALLS_PER_SHARD, PHASES, ArraySpec, shard_shape
@@ -24,7 +26,7 @@ from hookstore.schedule import Schedule, whole
 
 _KEY = ("phase", "layer", "kind", "leaf", "portion", "dtype", "array", "status")
 _PLACE = ("epoch", "batch")
-_AGGREGATES = (("call", "min"), ("call", "max"), ("length", "sum"), ("structure", "max"), ("call", "count"))
+_AGGREGATES = (("call", "min"), ("call", "max"), ("length", "sum"), ("structure", "max"), ("call", "count"), ("row", "min"))
 
 
 class _Key(NamedTuple):
@@ -53,22 +55,26 @@ class _Held:
         Calls in a batch.
     num_characters : int
         Of the structure text.
+    row : int
+        One of the rows.
     """
 
-    __slots__ = ("first_call", "last_call", "num_characters", "num_rows", "places", "stored_bytes")
+    __slots__ = ("first_call", "last_call", "num_characters", "num_rows", "places", "row", "stored_bytes")
 
     def __init__(self) -> None:
         self.places: set[tuple[int, int]] = set()
         self.num_rows = self.stored_bytes = self.num_characters = self.last_call = 0
         self.first_call = 2**62
+        self.row = 0
 
-    def add(self, place: tuple[int, int], first: int, last: int, stored_bytes: int, structure: str, num_rows: int) -> None:
+    def add(self, place: tuple[int, int], first: int, last: int, stored_bytes: int, structure: str, num_rows: int, row: int) -> None:
         """Add the rows of one batch."""
         self.places.add(place)
         self.first_call, self.last_call = min(self.first_call, first), max(self.last_call, last)
         self.stored_bytes += stored_bytes
         self.num_rows += num_rows
         self.num_characters = max(self.num_characters, len(structure))
+        self.row = row
 
 
 def project(
@@ -110,12 +116,15 @@ def project(
         specs = {name: read_array(run.path, name) for name in {key.array for key in held if key.array and key.status == "ok"}}
         recorded = read_captures(run.description, attempt)
         is_finished = run._state == "finished"
+        shapes = {
+            key: tuple(run.manifest["shape"][one.row].as_py()) for key, one in held.items() if key.status == "summarized" or not key.array
+        }
     extents = [stored.extents for stored in specs.values() if is_finished]  # until then they are published ahead
     seen = _length_of(held, extents)
     training = Training(
         seen.num_epochs if epochs is None else whole("epochs", epochs, least=1, error=OptionError), _batches(batches, seen.num_batches)
     )
-    projector = _Projector(held, {name: stored.spec for name, stored in specs.items()}, recorded, seen, training)
+    projector = _Projector(held, {name: stored.spec for name, stored in specs.items()}, recorded, seen, training, shapes)
     where = os.path.dirname(run.path) if disk is None else os.path.abspath(os.fspath(disk))
     has_portions = any(key.portion for key in held)
     circumstances = Circumstances(training, buffer_bytes, has_portions, has_statistics, where, bandwidth_bytes_per_s)
@@ -128,6 +137,7 @@ def _read_manifest(run: Run) -> tuple[int, bool, dict[_Key, _Held]]:
     table = run.manifest
     if "portion" not in table.column_names:
         table = table.append_column("portion", [[""] * len(table)])
+    table = table.append_column("row", [np.arange(len(table))])
     table = table.group_by(["attempt", *_KEY, *_PLACE]).aggregate(list(_AGGREGATES))
     names = ["attempt", *_KEY, *_PLACE, *(f"{name}_{how}" for name, how in _AGGREGATES)]
     by_attempt: dict[int, dict[_Key, _Held]] = {}
@@ -177,16 +187,25 @@ class _Projector:
         What was asked for.
     seen, training : Training
         How long the run was, and the training is.
+    shapes : mapping
+        Shapes of tensors that have no array.
     """
 
     def __init__(
-        self, held: Mapping[_Key, _Held], specs: Mapping[str, ArraySpec], recorded: Sequence[Recorded], seen: Training, training: Training
+        self,
+        held: Mapping[_Key, _Held],
+        specs: Mapping[str, ArraySpec],
+        recorded: Sequence[Recorded],
+        seen: Training,
+        training: Training,
+        shapes: Mapping[_Key, tuple[int, ...]],
     ) -> None:
         self._held = held
         self._specs = specs
         self._recorded = recorded
         self._seen = seen
         self._training = training
+        self._shapes = shapes
         self._places: dict[object, set[tuple[int, int]]] = {}
         for key, one in held.items():
             for is_tensor in {False, key.status != "summarized"}:
@@ -207,7 +226,7 @@ class _Projector:
         spec = self._lay_out(key, schedules)
         return Stream(
             *key[:6],
-            () if spec is None else spec.chunk_shape,
+            self._shapes[key] if spec is None else spec.chunk_shape,
             spec,
             held.num_rows / len(held.places) * (1 + self._num_dropped(key) / held.num_rows),
             tensors=schedules if key.status == "ok" else (),
