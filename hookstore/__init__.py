@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hookstore.captures import Captures, LayerRun
     from hookstore.gradients import GradientEdit, clip_gradient, reverse_gradient, scale_gradient
     from hookstore.joined import NestedArray, QuantizedArray, SparseArray
+    from hookstore.planned import Plan, PlannedTensor
+    from hookstore.planning import plan
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
     from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
@@ -62,6 +64,8 @@ __all__ = [
     "OptionError",
     "PackedSequence",
     "PartialBatch",
+    "Plan",
+    "PlannedTensor",
     "Progress",
     "QuantizedArray",
     "Record",
@@ -84,6 +88,7 @@ __all__ = [
     "__version__",
     "clip_gradient",
     "open",
+    "plan",
     "record",
     "recover",
     "reverse_gradient",
@@ -98,6 +103,8 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("Plan", "PlannedTensor"), "hookstore.planned"),
+    "plan": "hookstore.planning",
     **dict.fromkeys(("LayerTap", "Tap", "tap"), "hookstore.tapping"),
     "Statistics": "hookstore.statistics",
     **dict.fromkeys(("Arguments", "NotStored", "PackedSequence", "Record"), "hookstore.values"),

@@ -300,6 +300,10 @@ class Agenda:
             self._by_states[key] = self._make(key) if any(key) else None
         return self._by_states[key]
 
+    def all_due(self) -> Due:
+        """Return what would be due in a batch of every capture, with conditions that do not hold."""
+        return self._make((1,) * len(self.choices))
+
     @staticmethod
     def _wants(choice: Choice, phase: str | None, epoch: int, batch: int, step: int | None) -> bool:
         return choice.is_on and (phase is None or phase in choice.schedule.phases) and choice.schedule.wants(epoch, batch, step)

@@ -163,6 +163,34 @@ def _progress(*, in_bytes: bool) -> Iterator[Callable[[int, int, str], None]]:
 
 
 @app.command()
+def plan(
+    run: Annotated[Path, typer.Argument(help="directory of a run", show_default=False)],
+    epochs: Annotated[int | None, typer.Option(min=1, help="epochs of the training; those of the run if not given")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="training batches of an epoch; those of the run if not given")] = None,
+    path: Annotated[Path | None, typer.Option(help="where the new run is to be; beside the run if not given")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="MB/s that the disk sustains; see `hookstore bench`")] = None,
+) -> None:
+    """Print what a training of some length takes on disk that is recorded as a run was."""
+    from hookstore.projection import project
+
+    with _errors_in_one_line():
+        planned = project(
+            run, epochs=epochs, batches=batches, disk=path, bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e6
+        )
+    console = Console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    used = [column for column in range(len(planned.headings)) if any(line[column] for line in planned.lines)]
+    for column in used:
+        table.add_column(planned.headings[column], justify="left" if column < planned.num_texts else "right")
+    for line in planned.lines:
+        table.add_row(*(_plain(line[column]) for column in used))
+    console.print(table)
+    for sentence in planned.summary:
+        shown = _plain(sentence)
+        console.print(f"[red]{shown}[/]" if sentence.startswith("WARNING") else shown, soft_wrap=True)
+
+
+@app.command()
 def bench(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory on the disk to measure", show_default=False)],
     seconds: Annotated[float, typer.Option(min=1.0, help="about how long it takes")] = 10.0,

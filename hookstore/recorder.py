@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -23,9 +23,9 @@ from torch import nn
 from hookstore import __version__
 from hookstore.agenda import Agenda
 from hookstore.attach import ModelHooks
-from hookstore.capture import Capture
+from hookstore.capture import Capture, check_captures
 from hookstore.clock import Batches, Clock, Placed
-from hookstore.device import Devices, allocate_host, check_device
+from hookstore.device import Devices, allocate_host
 from hookstore.errors import (
     CaptureWarning,
     NotARunError,
@@ -33,7 +33,6 @@ from hookstore.errors import (
     RecorderClosedError,
     RunExistsError,
     RunLockedError,
-    UnsupportedModelError,
 )
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.format import (
@@ -51,8 +50,7 @@ from hookstore.format import (
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
-from hookstore.models import check_models, is_compiled
-from hookstore.operators import why_none
+from hookstore.models import check_recordable
 from hookstore.portion import Select
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Budget, When
@@ -204,7 +202,7 @@ def record(
     UnsupportedModelError
         If hooks cannot follow the model.
     """
-    models = _check_models(model)
+    models = check_recordable(model)
     short = {
         "layers": layers,
         "kinds": kinds,
@@ -219,7 +217,7 @@ def record(
         "dims": dims,
         "stats": stats,
     }
-    chosen = _check_captures(captures, short)
+    chosen = check_captures(captures, short)
     _check_choice("mode", mode, ("x", "a"))
     _check_choice("on_full", on_full, ("block", "drop"))
     _check_choice("on_error", on_error, ("raise", "disable"))
@@ -328,6 +326,7 @@ class Recorder:
         )
         self._sink = StagingSink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
         self._hooks = ModelHooks(models, self._sink)
+        self._modules = weakref.WeakSet(module for model in models.values() for module in model.modules())
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
         self._clock.on_end = self._hooks.uncalled.end
@@ -574,6 +573,12 @@ class Recorder:
         self._sink.is_active = False
 
 
+def recorder_of(modules: Iterable[nn.Module]) -> Recorder | None:
+    """Return a recorder that is open on one of these modules, if there is one."""
+    wanted = set(modules)
+    return next((one for one in list(_ACTIVE) if not one._is_closed and not wanted.isdisjoint(one._modules)), None)
+
+
 def _forget_recorders_in_child() -> None:
     for recorder in _ACTIVE:
         recorder._disown()
@@ -611,40 +616,11 @@ def _check_share(option: str, value: float) -> None:
         raise OptionError(f"{option}: expected a share above 0 such as 0.05, got {value!r}", option=option)
 
 
-def _check_captures(captures: Capture | Iterable[Capture] | None, short: dict[str, Any]) -> list[Capture]:
-    """Return what to record: the captures, or the one that the short form stands for."""
-    if captures is None:
-        return [Capture(**short)]
-    chosen = [captures] if isinstance(captures, Capture) else list(captures) if isinstance(captures, Iterable) else []
-    if not chosen or not all(isinstance(capture, Capture) for capture in chosen):
-        raise OptionError(f"captures: expected at least one hookstore.Capture, got {captures!r}", option="captures")
-    defaults = {field.name: field.default for field in fields(Capture)}
-    beside = [name for name, value in short.items() if value is not defaults[name] and value != defaults[name]]
-    if beside:
-        raise OptionError(
-            f"{beside[0]}: cannot be given beside captures=, each of which has its own; put it into a Capture", option=beside[0]
-        )
-    return chosen
-
-
 def _rank_of_process() -> tuple[int, int]:
     """Return which of how many processes this is, in the process group that training has set up; the only one where there is none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
-
-
-def _check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the models by name, one alone under the empty name, if they can be recorded."""
-    models = check_models(given)
-    for model in models.values():
-        for name, module in model.named_modules():
-            obstacle = why_none() if is_compiled(module) else None
-            if obstacle is not None:
-                raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
-        for parameter in model.parameters():
-            check_device(parameter.device)
-    return models
 
 
 # The run's directory ----------------------------------------------------------------------------------------------

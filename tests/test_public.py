@@ -38,6 +38,8 @@ def test_public_names_are_pinned():
             "NotStored",
             "PackedSequence",
             "PartialBatch",
+            "Plan",
+            "PlannedTensor",
             "Progress",
             "QuantizedArray",
             "Record",
@@ -51,7 +53,7 @@ def test_public_names_are_pinned():
             "Tap",
             "Verification",
         ),
-        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "reverse_gradient", "scale_gradient", "tap"),
+        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "plan", "reverse_gradient", "scale_gradient", "tap"),
     }
     for name in hookstore.__all__:
         assert getattr(hookstore, name) is not None
@@ -133,26 +135,14 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "models", "selection", "portion", "codecs"),
-    *("schedule", "capture", "agenda", "clock", "layout", "device", "staging"),
-    *("nested", "parts", "sink", "watch", "shares", "recomputation", "live", "optimizers"),
-    *(
-        "operators",
-        "compiler",
-        "compiled",
-        "hooks",
-        "containers",
-        "standins",
-        "edits",
-        "gradients",
-        "uncalled",
-        "swaps",
-        "fastpath",
-        "around",
-        "attach",
-    ),
-    *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
-    *("rows", "samples", "values", "joined", "assembly", "captures", "run", "tapping", "verification", "bench", "cli", "demo"),
+    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "selection", "portion", "codecs"),
+    *("schedule", "occasions", "planned", "footprint", "recorded", "capture", "agenda", "clock", "layout", "device", "staging"),
+    *("nested", "parts", "sink", "restored", "rehearsal", "watch", "shares", "recomputation", "live", "optimizers"),
+    *("operators", "models", "compiler", "compiled", "hooks", "containers", "standins", "edits", "gradients"),
+    *("uncalled", "swaps", "fastpath", "around", "attach"),
+    *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder", "planning"),
+    *("rows", "samples", "values", "joined", "assembly", "captures", "run", "tapping", "projection"),
+    *("verification", "bench", "cli", "demo"),
 )
 
 
