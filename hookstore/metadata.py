@@ -21,7 +21,7 @@ _MOST_ARRAY_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 2**47
 _MOST_DIMS = 64
 # What reading JSON, and looking into it, raises for text of any other kind.
-_NONSENSE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration)
+NONSENSE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration)
 
 
 def read_description(run_path: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def read_description(run_path: str) -> dict[str, Any]:
         )
     try:
         _check_layers(description["layers"])
-    except _NONSENSE as error:
+    except NONSENSE as error:
         raise CorruptRunError(f"{file_path} lists no layers as this format has them: {error!r}", path=file_path) from error
     recorded = description.get("recorded", {})
     if not all(isinstance(said, dict) for said in (recorded, description.get("environment", {}))) or not isinstance(
@@ -135,7 +135,7 @@ def read_array(run_path: str, array: str) -> StoredArray:
         stored = _parse_array(array, json.loads(read_small(path, _MOST_ARRAY_BYTES, run_path)))
     except FileNotFoundError:
         raise CorruptRunError(f"{path} is missing, but the manifest has captures in that array", path=path) from None
-    except (*_NONSENSE, OSError) as error:
+    except (*NONSENSE, OSError) as error:
         raise CorruptRunError(f"{path} is no array metadata of this format: {error!r}", path=path) from error
     return stored
 

@@ -19,7 +19,9 @@ from hookstore.format import (
     DTYPES,
     LAYERS_DIR,
     MISSING,
+    PORTION_COLUMN,
     STATUSES,
+    STORED,
     ArraySpec,
     is_array_path,
     is_shard_key,
@@ -31,7 +33,7 @@ from hookstore.metadata import StoredArray, read_array, read_description
 from hookstore.shards import check_chunks, read_sealed
 
 _MOST_FAULTS = 10_000
-_OF_ARRAY = ("layer", "kind", "phase", "leaf", "dtype")  # what all rows of an array have in common
+_OF_ARRAY = ("layer", "kind", "phase", "leaf", "dtype", PORTION_COLUMN[0])  # what all rows of an array have in common
 _TRIES = 3  # shards of a live run are renamed while one looks
 
 Progress = Callable[[int, int, str], None]
@@ -81,7 +83,7 @@ class Verification:
     num_captures, num_bytes, num_shards : int
         Captures that were checked, their bytes on disk, and the shards that they are in.
     num_gaps, num_lost : int
-        Manifest rows without a tensor, and those of them that a power failure took.
+        Manifest rows with neither a tensor nor statistics, and those of them that a power failure took.
     num_faults : int
         Everything that is wrong.
     faults : list of Fault
@@ -196,12 +198,14 @@ class _Check:
         self.statuses = np.asarray(np.array([*texts, ""], dtype=object)[codes])
         found.num_captures = int((self.statuses == "ok").sum())
         found.num_lost = int((self.statuses == "lost").sum())
-        found.num_gaps = len(self.statuses) - found.num_captures
+        found.num_gaps = len(self.statuses) - int(np.isin(self.statuses, STORED).sum())
         for position in np.flatnonzero(~np.isin(self.statuses, STATUSES)).tolist():
             found._add(self._fault(position, f"the manifest has status {self.statuses[position]!r}, which there is not", run_path))
 
     def _codes(self, name: str) -> tuple[np.ndarray[Any, Any], list[str]]:
-        """Return a column of text as numbers that count into its texts."""
+        """Return a column of text as numbers that count into its texts; one that the run does not have is empty."""
+        if name not in self.rows.schema.names:
+            return np.zeros(self.rows.num_rows, dtype=np.int32), [""]
         column = self.rows[name].combine_chunks()
         return (np.asarray(column.indices), column.dictionary.to_pylist()) if len(column) else (np.empty(0, dtype=np.int32), [])
 
