@@ -414,6 +414,8 @@ class Captures:
         if positions.size:
             latest = index.only_last_attempt(only_captured(positions))
             leaves = self._shown(index.leaves(latest if latest.size else positions))
+            if self.kind == "loss" and leaf is None and self._leaf is None and "" in leaves:
+                leaf = ""  # the others have names
             if leaf is None and len(leaves) > 1 and latest.size:
                 raise self._several(self._describe(**where, phase=phase), leaves, where)
             # (where there are several and none was captured, the reason of any will do)
@@ -588,11 +590,14 @@ class Captures:
         backward: int | None = None,
         attempt: int | None = None,
     ) -> str:
-        extra = (
-            f"{f', call {call}' if call else ''}{f', phase {phase}' if phase != 'train' else ''}{f', leaf {leaf!r}' if leaf else ''}"
-            f"{f', backward {backward}' if backward is not None else ''}{f', attempt {attempt}' if attempt is not None else ''}"
-        )
-        return f"{self._name} in epoch {epoch}, batch {batch}{extra}"
+        extra = [
+            f", call {call}" if call else "",
+            f", phase {phase}" if phase != "train" else "",
+            f", leaf {leaf!r}" if leaf and self.kind not in OF_BATCH else "",
+            f", backward {backward}" if backward is not None else "",
+            f", attempt {attempt}" if attempt is not None else "",
+        ]
+        return f"{self._name} in epoch {epoch}, batch {batch}{''.join(extra)}"
 
     def _what_there_is(self, phase: str, epoch: int | None = None) -> str:
         index = self._shown_index
@@ -619,9 +624,12 @@ class Captures:
         """Return how many tensors there are, those counted of which only statistics are stored."""
         index = self._shown_index
         positions = index.stored(None)
-        if self._leaf is not None:
-            return sum(index.only_leaf(positions, leaf).size for leaf in self._shown(index.leaves(positions)))
-        return int(positions.size)
+        if self._leaf is None:
+            return int(positions.size)
+        leaves = self._shown(index.leaves(positions))
+        if self.kind == "annotation":  # texts are stored in two parts
+            leaves = list({leaf.partition(".")[0]: leaf for leaf in leaves}.values())
+        return sum(index.only_leaf(positions, leaf).size for leaf in leaves)
 
     def __repr__(self) -> str:
         leaf = f", leaf {self._leaf!r}" if self._leaf is not None and self.kind not in OF_BATCH else ""

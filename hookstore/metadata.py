@@ -104,13 +104,13 @@ class StoredArray:
         What is fixed.
     extents : tuple of int
         Epochs and batches (and calls) that are published.
-    num_samples : int or None
-        Samples in a chunk, where the array has a dimension of that name.
+    names : tuple of str
+        Names of the dimensions of a chunk.
     """
 
     spec: ArraySpec
     extents: tuple[int, ...]
-    num_samples: int | None
+    names: tuple[str, ...]
 
 
 def read_array(run_path: str, array: str) -> StoredArray:
@@ -174,8 +174,9 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
         raise ValueError(f"it is of {spec.kind} of layer {spec.layer!r}")
     if 0 in spec.chunk_shape or not 0 < spec.num_entries <= MAX_SHARD_ENTRIES or spec.chunk_bytes >= _MOST_CHUNK_BYTES:
         raise ValueError(f"shards of {spec.shard_shape} chunks of {spec.chunk_shape}, which cannot be")
-    is_sampled = len(names) > leading and names[leading] == "sample"
-    return StoredArray(spec, shape[:leading], spec.chunk_shape[0] if is_sampled else None)
+    if len(names) != len(shape):
+        raise ValueError(f"{len(names)} names for {len(shape)} dimensions")
+    return StoredArray(spec, shape[:leading], tuple(map(_text, names[leading:])))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

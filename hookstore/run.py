@@ -37,6 +37,7 @@ from hookstore.format import (
     is_shard_key,
     parse_segment_name,
 )
+from hookstore.histories import SampleHistory, SampleIndex, history_of
 from hookstore.lock import holder
 from hookstore.manifest import ManifestReader
 from hookstore.metadata import NONSENSE, read_array, read_description
@@ -145,6 +146,7 @@ class Run:
         self._rows = self._manifest_reader.read()
         self._specs: dict[str, ArraySpec] = {}
         self._indexes: dict[tuple[str, ...], RowIndex] = {}
+        self._sample_indexes: dict[tuple[str, int | None], SampleIndex] = {}
 
     @property
     def layers(self) -> list[str]:
@@ -225,6 +227,45 @@ class Run:
             layer=str(layer),
         )
 
+    @property
+    def annotations(self) -> dict[str, Captures]:
+        """What is stored of the samples of batches, by name: ``run.annotations["label"][epoch, batch]``. Texts are arrays of ``str`` objects."""
+        captures = Captures(self, "", "annotation")
+        return {name: captures.leaf(name) for name in dict.fromkeys(leaf.partition(".")[0] for leaf in captures.leaves)}
+
+    @property
+    def loss(self) -> Captures:
+        """Losses of batches: ``run.loss[epoch, batch]``; those with a name are leaves."""
+        return Captures(self, "", "loss")
+
+    def sample(self, value: Any, by: str = "sample_id", *, phase: str | None = None, attempt: int | None = None) -> SampleHistory:
+        """Look at one sample through all epochs and layers, as far as batches were annotated.
+
+        ``run.sample(17)["fc1"].activation`` maps (epoch, batch) to what ``fc1`` returned for the sample whose ``sample_id`` is 17; see `SampleHistory`.
+
+        Parameters
+        ----------
+        value : int, float or str
+            Which sample.
+        by : str
+            Annotation that tells samples apart, one value for each.
+        phase : str, optional
+            ``"train"`` or ``"eval"``. By default ``where`` lists both, and layers are looked at in ``"train"`` if the sample was there.
+        attempt : int, optional
+            Only what this recording of the run has; by default, for each batch, the latest with that annotation. Tensors are always of the same.
+
+        Raises
+        ------
+        MissingCaptureError
+            If there is no such sample, or no such annotation; it says what there is.
+        OptionError
+            If the annotation has not one value for each sample.
+        """
+        key = (by, attempt)
+        if key not in self._sample_indexes:
+            self._sample_indexes[key] = SampleIndex(self, by, attempt)
+        return history_of(self, self._sample_indexes[key], value, phase)
+
     def __contains__(self, layer: object) -> bool:
         return any(layer == known["name"] or layer in known.get("aliases", ()) for known in self.description["layers"])
 
@@ -254,7 +295,7 @@ class Run:
             groups=groups,
             attempts=self.attempts,
             partial_batches=self.partial_batches,
-            annotations=[],
+            annotations=list(self.annotations),
         )
 
     def _records(self, kind: str) -> bool:
@@ -350,6 +391,7 @@ class Run:
         self._rows = self._manifest_reader.read()
         self.description = read_description(self.path)
         self._indexes.clear()
+        self._sample_indexes.clear()
         for name in ("_manifest", "_captured", "_batch_rows"):
             self.__dict__.pop(name, None)
         return int(self._rows.num_rows - before)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from hookstore.dimensions import coordinate_files, dimensions_of, is_coordinate
 from hookstore.errors import CorruptRunError
-from hookstore.files import leads_outside, list_names
+from hookstore.files import leads_outside, list_names, read_small
 from hookstore.format import (
     CRC_BYTES,
     DTYPES,
@@ -251,7 +252,23 @@ class _Check:
         if leads_outside(self.run_path, path):
             self.found._add(Fault("the array leads out of the run", path))
             return None
+        self._check_coordinates(stored)
         return stored
+
+    def _check_coordinates(self, stored: StoredArray) -> None:
+        """See that the positions beside an array are those of the part that it keeps."""
+        for name, dimension in zip(stored.names, dimensions_of(stored.spec), strict=True):
+            if dimension.positions is None or not is_coordinate(name):
+                continue
+            directory = os.path.join(self.layers_path, os.path.dirname(stored.spec.path), name)
+            for file, contents in coordinate_files(name, dimension.positions).items():
+                path = os.path.join(directory, file)
+                try:
+                    is_right = read_small(path, len(contents), self.run_path) == contents
+                except OSError:
+                    is_right = False
+                if not is_right:
+                    self.found._add(Fault(f"it does not say where the part lies that {stored.spec.path} keeps", path))
 
     def _without_rows(self, known: dict[tuple[str, str], Any]) -> Iterator[tuple[str, str]]:
         """Find sealed shards that no row tells of."""
@@ -259,7 +276,7 @@ class _Check:
             for name in list_names(os.path.join(self.layers_path, layer)):
                 array = f"{layer}/{name}"
                 directory = os.path.join(self.layers_path, layer, name)
-                if not is_array_path(array) or leads_outside(self.run_path, directory):
+                if is_coordinate(name) or not is_array_path(array) or leads_outside(self.run_path, directory):
                     continue
                 for file in list_names(directory):
                     if is_shard_key(file) and (array, file) not in known:
