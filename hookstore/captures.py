@@ -330,8 +330,9 @@ class Captures:
         backward: int | None = None,
         attempt: int | None = None,
     ) -> dict[str, Any]:
-        """Return the manifest row of one tensor; parameters and errors as in `get`."""
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
+        """Return the manifest row of one tensor, or of its statistics; parameters and errors as in `stats`."""
+        where = {"phase": phase, "leaf": leaf, "backward": backward, "attempt": attempt}
+        position = self._position(epoch, batch, call, **where, may_be_summarized=True)  # type: ignore[arg-type]  # each of its own type
         row: dict[str, Any] = self._index.coded.slice(position, 1).to_pylist()[0]
         return row
 
@@ -616,7 +617,8 @@ class Captures:
             return f"there is only phase {captured['phase'][0].as_py()!r}"
         epochs = sorted(pc.unique(of_phase["epoch"]).to_pylist())
         if epoch not in epochs:
-            return f"there are epochs {ranges(epochs)}"
+            has_tensors = pc.any(pc.equal(of_phase["status"], "ok")).as_py()
+            return f"{'' if has_tensors else 'only statistics are stored, and '}there are epochs {ranges(epochs)}"
         batches = sorted(pc.unique(of_phase["batch"].filter(pc.equal(of_phase["epoch"], epoch))).to_pylist())
         return f"epoch {epoch} has batches {ranges(batches)}"
 
