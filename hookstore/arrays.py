@@ -29,7 +29,7 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
-from hookstore.dimensions import Dimension, coordinate_files, dimensions_of
+from hookstore.dimensions import Dimension, coordinate_files, dimensions_of, is_coordinate
 from hookstore.errors import CorruptRunError
 from hookstore.files import read_small, replace_all, sync_directory, system, write_atomically, write_new
 from hookstore.format import DTYPES, MAKING_PREFIX, ArraySpec, escape
@@ -202,6 +202,8 @@ class ArrayStore:
             layer.seen = [max(sizes) for sizes in zip(layer.seen, seen.get(array.spec.path, (0, 0, 0)), strict=True)]
             layer.names[array.spec.name] = list(array.names)
             for called, dimension in zip(array.names, dimensions_of(array.spec), strict=True):
+                if dimension.positions is not None and is_coordinate(called):  # the power may have taken it, and left the array
+                    self._has_coordinate(layer, called, dimension.positions)
                 layer.dimensions.setdefault(called, (dimension.size, dimension.positions))
         layer.wanted = [max(sizes) for sizes in zip(layer.wanted, layer.seen, strict=True)]
         if any(list(array.extents) != extents[: len(array.extents)] for array in arrays):  # a writer died while it published them
@@ -308,7 +310,7 @@ class ArrayStore:
             if not name or not self._takes(layer, name, dimension):
                 name = dimension.own
                 while name in names or not self._takes(layer, name, dimension):  # a user's name is the same, or a file is in the way
-                    name += "_"
+                    name = f"{name}_" if dimension.positions is None else escape(f"{name}_")
             names.append(name)
         return names
 

@@ -82,14 +82,18 @@ def _positions(pick: Pick, size: int) -> bytes | None:
     if size > _MOST_POSITIONS:
         return None
     if isinstance(pick.kept, tuple):
-        return np.array(pick.kept, dtype="<i8").tobytes() if len(pick.kept) == size else None
-    start, step = pick.kept.start or 0, pick.kept.step or 1
-    return (start + step * np.arange(size, dtype="<i8")).tobytes() if start >= 0 else None
+        kept = pick.kept if len(pick.kept) == size else ()
+    else:
+        start, step = pick.kept.start or 0, pick.kept.step or 1
+        kept = tuple(range(start, start + step * size, step)) if start >= 0 else ()
+    if not kept or max(map(abs, kept)) >= 2**63:
+        return None
+    return np.array(kept, dtype="<i8").tobytes()
 
 
 def is_coordinate(name: str) -> bool:
-    """Say whether a directory in a layer's group is a coordinate, and not an array of captures: the names of these begin with their kind and a dot."""
-    return "@" in name.partition(".")[0]
+    """Say whether a directory of that name in a layer's group is a coordinate, and not an array of captures: those begin with their kind and a dot."""
+    return "@" in name.partition(".")[0] and not any(character in name for character in "/\\\0")
 
 
 def coordinate_files(name: str, positions: bytes) -> dict[str, bytes]:

@@ -330,7 +330,7 @@ def test_a_sample_may_be_in_a_batch_twice_and_a_layer_be_called_twice(tmp_path):
     ),
     st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_part_gives_the_right_sample_or_none(order, batch_size, kept, is_second):
     """Rows hold the number of their sample, so that a wrong one shows."""
     batches = [[order[start : start + batch_size] for start in range(0, 6, batch_size)]]

@@ -72,7 +72,7 @@ def choices(draw):
 
 
 @given(choices())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_part_is_what_numpy_indexes(chosen):
     shape, select, kept = chosen
     whole = expected = np.random.default_rng(0).random(shape, dtype=np.float32)
@@ -261,6 +261,32 @@ def test_names_and_coordinates_stay_when_a_run_is_taken_up(layers):
     assert names[first.name][0] == names["gradient.@sample=~2"][0] == "sample@~2"
     assert names[smaller.name][0] == "input_sample@~2.@sample=~2"
     assert before == {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in coordinate.iterdir()}
+
+
+def test_a_coordinate_that_the_power_took_is_written_again(layers):
+    first = spec("activation", (2, 3), portion="sample[:2]", name="activation.@sample=~2")
+    publish(layers, first)
+    shutil.rmtree(layers / "fc" / "sample@~2")
+    publish(layers, stored=[read_array(str(layers.parent), first.path)])
+    assert zarr.open(layers / "fc" / "sample@~2")[:].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["../../there@~2", "..@~2", "activation"])
+def test_no_name_of_a_dimension_leads_to_another_place(layers, name):
+    """A run is untrusted, its names too."""
+    first = spec("activation", (2, 3), portion="sample[:2]", name="activation.@sample=~2")
+    publish(layers, first)
+    path = layers / first.path / "zarr.json"
+    path.write_text(path.read_text().replace('"sample@~2"', json.dumps(name)))
+    before = sorted(layers.parent.parent.rglob("*"))
+    publish(layers, stored=[read_array(str(layers.parent), first.path)])
+    assert sorted(layers.parent.parent.rglob("*")) == before
+
+
+def test_positions_that_no_array_can_hold_have_no_coordinate(layers):
+    portion = f"sample[[{2**70},0]], 1[{2**63}:]"
+    names = publish(layers, spec("activation", (2, 3), portion=portion, name="activation.@x"))
+    assert [(layers / "fc" / name).exists() for name in names["activation.@x"]] == [False, False]
 
 
 def test_what_is_in_the_way_of_a_coordinate_is_left_alone(layers):
