@@ -92,7 +92,7 @@ class Annotator:
         """Store a loss of this batch; see `Recorder.loss`."""
         if name and not name.isidentifier():
             raise OptionError(f"name: expected a Python identifier, such as 'reconstruction', got {name!r}", option="name")
-        if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
             tensor = torch.from_numpy(np.array(value, dtype=np.float64))
         elif isinstance(value, torch.Tensor) and value.dim() <= 1 and why_not(value) is None:
             tensor = value.detach()

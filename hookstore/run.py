@@ -37,10 +37,11 @@ from hookstore.format import (
     is_shard_key,
     parse_segment_name,
 )
-from hookstore.histories import SampleHistory, SampleIndex, history_of
+from hookstore.histories import SampleHistory, history_of
 from hookstore.lock import holder
 from hookstore.manifest import ManifestReader
 from hookstore.metadata import NONSENSE, read_array, read_description
+from hookstore.occurrences import SampleIndex
 from hookstore.portion import check_dims
 from hookstore.rows import MOST_SHARD_BYTES, RowIndex, keep
 from hookstore.samples import divide
@@ -230,6 +231,10 @@ class Run:
     @property
     def annotations(self) -> dict[str, Captures]:
         """What is stored of the samples of batches, by name: ``run.annotations["label"][epoch, batch]``. Texts are arrays of ``str`` objects."""
+        return dict(self._annotations)
+
+    @cached_property
+    def _annotations(self) -> dict[str, Captures]:
         captures = Captures(self, "", "annotation")
         return {name: captures.leaf(name) for name in dict.fromkeys(leaf.partition(".")[0] for leaf in captures.leaves)}
 
@@ -353,9 +358,9 @@ class Run:
 
     @cached_property
     def _batch_rows(self) -> list[dict[str, Any]]:
-        """Rows that stand for whole batches."""
-        rows: list[dict[str, Any]] = self._rows_with(kind="").select(["phase", "epoch", "batch", "attempt", "status", "reason"]).to_pylist()
-        return rows
+        """Rows that stand for whole batches of which something is missing."""
+        rows = self._rows_with(kind="").select(["phase", "epoch", "batch", "attempt", "status", "reason"]).to_pylist()
+        return [row for row in rows if row["status"] != "fired"]
 
     @property
     def partial_batches(self) -> list[PartialBatch]:
@@ -392,7 +397,7 @@ class Run:
         self.description = read_description(self.path)
         self._indexes.clear()
         self._sample_indexes.clear()
-        for name in ("_manifest", "_captured", "_batch_rows"):
+        for name in ("_manifest", "_captured", "_batch_rows", "_annotations"):
             self.__dict__.pop(name, None)
         return int(self._rows.num_rows - before)
 

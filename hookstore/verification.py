@@ -199,7 +199,7 @@ class _Check:
         self.statuses = np.asarray(np.array([*texts, ""], dtype=object)[codes])
         found.num_captures = int((self.statuses == "ok").sum())
         found.num_lost = int((self.statuses == "lost").sum())
-        found.num_gaps = len(self.statuses) - int(np.isin(self.statuses, STORED).sum())
+        found.num_gaps = len(self.statuses) - int(np.isin(self.statuses, (*STORED, "fired")).sum())
         for position in np.flatnonzero(~np.isin(self.statuses, STATUSES)).tolist():
             found._add(self._fault(position, f"the manifest has status {self.statuses[position]!r}, which there is not", run_path))
 

@@ -100,7 +100,7 @@ def test_a_layer_of_which_only_statistics_are_stored_is_there(tmp_path):
         assert (run.kinds, run.epochs, run.batches(0), layer.kinds) == (["activation"], [0], [0, 1, 2], ["activation"])
         assert (len(layer.activation), layer.activation.rows.num_rows, layer.activation.leaves) == (3, 3, [""])
         expected = model[0](data).detach().numpy()
-        assert layer.activation.stats(0, 2) == Statistics.of_record(of_tensor(expected))
+        assert layer.activation.stats(0, 2) == pytest.approx(Statistics.of_record(of_tensor(expected)), rel=1e-12)
         assert layer.activation.statistics()["batch"].to_pylist() == [0, 1, 2]
         for read in (lambda: layer.activation[0, 1], lambda: layer.activation.tensor(0, 1), lambda: layer.activation.value(0, 1)):
             with pytest.raises(
@@ -135,7 +135,7 @@ def test_statistics_of_a_part_are_of_that_part(tmp_path):
         model(data)
     with hookstore.open(tmp_path / "run") as run:
         whole, captures = model[0](data).detach().numpy(), run["0"].activation
-        assert captures.stats(0, 0) == Statistics.of_record(of_tensor(whole))
+        assert captures.stats(0, 0) == pytest.approx(Statistics.of_record(of_tensor(whole)), rel=1e-12)
         assert captures.portion({"sample": 2}).stats(0, 0) == Statistics.of_record(of_tensor(whole[:2]))
         with pytest.raises(MissingCaptureError, match=r"\.portion\('sample\[:2\]'\) a part"):
             captures[0, 0]

@@ -108,7 +108,9 @@ def dtype_table() -> str:
 
 def manifest_table() -> str:
     """Return the table of the manifest's columns."""
-    rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in spec.MANIFEST_COLUMNS]
+    optional = [(*spec.PORTION_COLUMN[:2], f"only with `select`: {spec.PORTION_COLUMN[2]}")]
+    optional += [(name, kind, f"only with statistics: {meaning}") for name, kind, meaning in spec.STATISTICS_COLUMNS]
+    rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in [*spec.MANIFEST_COLUMNS, *optional]]
     return "\n".join(["| column | Arrow type | meaning |", "|---|---|---|", *rows])
 
 
