@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from hookstore.format import PORTION_COLUMN
-from hookstore.schema import TEXT_COLUMNS, plain
+from hookstore.schema import STATISTICS, TEXT_COLUMNS, plain
+from hookstore.statistics import NO_STATISTICS, STATISTICS_DTYPE
 
 _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
@@ -46,7 +47,7 @@ class RowIndex:
         """Return a column as numbers; those of text count into the texts kept aside."""
         column = self.coded[name].combine_chunks()
         if name == "loss_scale":
-            return _with_nan(column)
+            return filled(column, math.nan)
         if name in TEXT_COLUMNS:
             self._texts[name] = column.dictionary.to_pylist()
             column = column.indices
@@ -56,6 +57,15 @@ class RowIndex:
     def rows(self) -> pa.Table:
         """The rows with their texts as they are."""
         return self.coded.cast(plain(self.coded.schema))
+
+    @cached_property
+    def statistics(self) -> np.ndarray[Any, Any]:
+        """Statistics in the rows, of ``STATISTICS_DTYPE``; a count of NaN of -1 says that a row has none."""
+        records = np.full(len(self._order), NO_STATISTICS, dtype=STATISTICS_DTYPE)
+        for name in STATISTICS if STATISTICS[0] in self.coded.schema.names else ():
+            values = self.coded[name].combine_chunks()
+            records[name] = filled(values, math.nan if pa.types.is_floating(values.type) else -1)
+        return records
 
     @cached_property
     def portions(self) -> list[str]:
@@ -230,13 +240,14 @@ def keep(rows: pa.Table, is_wanted: np.ndarray[Any, Any]) -> pa.Table:
     return rows.filter(pa.Array.from_buffers(pa.bool_(), len(is_wanted), [None, bits]))
 
 
-def _with_nan(column: pa.Array) -> np.ndarray[Any, Any]:
-    """Return floats with NaN for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
+def filled(column: pa.Array, missing: float) -> np.ndarray[Any, Any]:
+    """Return numbers of eight bytes with something for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
     validity, contents = column.buffers()
-    values = np.frombuffer(contents, dtype="<f8", count=len(column), offset=8 * column.offset).copy()
+    dtype = "<f8" if pa.types.is_floating(column.type) else "<i8"
+    values = np.frombuffer(contents, dtype=dtype, count=len(column), offset=8 * column.offset).copy()
     if column.null_count:
         bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")
-        values[bits[column.offset : column.offset + len(column)] == 0] = math.nan
+        values[bits[column.offset : column.offset + len(column)] == 0] = missing
     return values
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from hookstore.samples import divide
 from hookstore.schema import FULL_SCHEMA, STATISTICS
-from hookstore.statistics import NO_STATISTICS, STATISTICS_DTYPE, as_numbers, divided, of_tensor
+from hookstore.statistics import as_numbers, divided, of_tensor
 
 if TYPE_CHECKING:
     from hookstore.rows import RowIndex
@@ -54,14 +54,7 @@ def table_of(run: Run, index: RowIndex, positions: Positions, *, raw: bool) -> p
 
 def _stored(index: RowIndex, positions: Positions, *, raw: bool) -> Positions:
     """Return the statistics that rows hold; of others there is nothing in them."""
-    records = np.full(len(positions), NO_STATISTICS, dtype=STATISTICS_DTYPE)
-    if STATISTICS[0] not in index.coded.schema.names:
-        return records
-    taken = index.coded.select(STATISTICS).take(pa.array(positions))
-    for name in STATISTICS:
-        values = taken[name].combine_chunks()
-        missing = math.nan if pa.types.is_floating(values.type) else -1
-        records[name] = [missing if value is None else value for value in values.to_pylist()]
+    records: Positions = index.statistics[positions]
     return divided(records, 1 / index.scales(positions).astype(np.float64)) if raw else records
 
 

@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import recording
 from torch import nn
+from typer.testing import CliRunner
 
 import hookstore
 from hookstore import Capture, CaptureWarning, MissingCaptureError, OptionError
+from hookstore.cli import app
 from hookstore.joined import join
 
 
@@ -243,6 +245,16 @@ def test_losses_are_numbered_within_a_batch_and_may_have_names(tmp_path):
 def test_texts_that_make_no_sense_are_refused(letters, offsets):
     with pytest.raises(ValueError, match=r"."):
         join("texts", {}, {"utf8": np.array(letters, dtype=np.uint8), "offsets": np.array(offsets, dtype=np.int64)})
+
+
+def test_the_info_command_names_parts_and_annotations(tmp_path):
+    model = nn.Sequential(Given())
+    with recording(model, tmp_path / "run", layers="0", select={"sample": 1}) as recorder, recorder.at(epoch=0, batch=0):
+        recorder.annotate(sample_id=[1, 2], label=[0, 1])
+        model(torch.ones(2, 3))
+    printed = CliRunner().invoke(app, ["info", str(tmp_path / "run")], env={"COLUMNS": "200"}).output
+    for text in ("sample[:1]", "of batches: label, sample_id", "1 captures, 12 bytes"):
+        assert text in printed
 
 
 # Samples --------------------------------------------------------------------------------------------------------------
