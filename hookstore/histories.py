@@ -5,15 +5,16 @@ Which sample stood where is known from the annotations of each batch. A tensor i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hookstore.errors import CorruptRunError, MissingCaptureError, OptionError
+from hookstore.errors import CaptureWarning, CorruptRunError, MissingCaptureError, OptionError
 from hookstore.format import KINDS
-from hookstore.occurrences import Occurrence, SampleIndex
+from hookstore.occurrences import AnnotatedBatch, Occurrence, SampleIndex
 from hookstore.portion import SAMPLE, Portion
 from hookstore.structure import Branch, decode
 
@@ -39,7 +40,7 @@ class SampleHistory:
         Every place where the sample was part of a batch, in order of phase, epoch and batch.
     """
 
-    def __init__(self, run: Run, by: str, value: Any, found: list[tuple[Occurrence, int]], phase: str) -> None:
+    def __init__(self, run: Run, by: str, value: Any, found: list[tuple[Occurrence, AnnotatedBatch]], phase: str) -> None:
         self.run = run
         self.by = by
         self.value = value
@@ -221,7 +222,7 @@ class SampleCaptures(Mapping[tuple[int, ...], Array]):
         found: dict[tuple[int, ...], _Place] = {}
         missing: dict[tuple[int, ...], str] = {}
         before: tuple[int, ...] = ()
-        for where, num_samples in self._history._found:
+        for where, batch in self._history._found:
             if where.phase != phase:
                 continue
             is_again = before == (where.epoch, where.batch)
@@ -229,53 +230,69 @@ class SampleCaptures(Mapping[tuple[int, ...], Array]):
             calls = index.calls(phase, epoch=where.epoch, batch=where.batch, attempt=where.attempt)
             for call in calls or [0]:
                 key = (*before, call, where.index) if is_again else (*before, call) if call else before
-                place = self._locate(where, call, num_samples)
+                place = self._locate(where, call, batch)
                 if isinstance(place, str):
                     missing[key] = place
                 else:
                     found[key] = place
         return found, missing
 
-    def _locate(self, where: Occurrence, call: int, num_samples: int) -> _Place | str:
+    def _locate(self, where: Occurrence, call: int, batch: AnnotatedBatch) -> _Place | str:
         """Return where a sample's part of one tensor is, or why that is not known."""
-        captures = self._captures
+        captures, index = self._captures, self._captures._index
         try:
-            position = captures._position(
-                where.epoch, where.batch, call, phase=where.phase, leaf=None, backward=None, attempt=where.attempt
-            )
+            with warnings.catch_warnings():  # of several captures the last; below it is seen to that they are of the same samples
+                warnings.simplefilter("ignore", CaptureWarning)
+                position = captures._position(
+                    where.epoch, where.batch, call, phase=where.phase, leaf=None, backward=None, attempt=where.attempt
+                )
         except MissingCaptureError as error:
             return str(error)
-        row = captures._index.place(position)
-        axis = self._axis(row)
-        if isinstance(axis, str):
-            return axis
-        size, text = row["shape"][axis], row.get("portion", "")
-        dims = captures.run._spec(row).dims if row["array"] else ()
-        portion = Portion.parse(text, dims)
-        if portion is not None and not portion.is_known:
-            return f"which samples {text} has kept is not known"
+        num_times = index.again(position).size
+        if num_times > batch.num_times:
+            return f"it was captured {num_times} times there, and the batch was annotated {batch.num_times} times"
+        row = index.place(position)
+        dims = captures.run._spec(row).dims if row["array"] else captures.run._dims(captures.layer, captures.kind)
         try:
-            kept = None if portion is None else portion.positions(axis, num_samples, len(row["shape"]))
-        except IndexError as error:
-            return str(error)
-        if size != (num_samples if kept is None else len(kept)):
-            return f"its size along the axis of samples is {size}{f' of {text}' if kept is not None else ''}, and the batch was annotated with {num_samples}"
-        if kept is not None and where.index not in kept:
-            return f"{text} has not kept sample {where.index} of {num_samples} in the batch"
-        return _Place(row, axis, where.index if kept is None else kept.index(where.index))
+            axis = _axis_of_samples(row, dims)
+            return axis if isinstance(axis, str) else self._place(row, axis, Portion.parse(row.get("portion", ""), dims), where, batch)
+        except ValueError as error:
+            raise CorruptRunError(f"{captures._name}: the manifest makes no sense in {where} ({error})", path=captures.run.path) from error
 
-    def _axis(self, row: dict[str, Any]) -> int | str:
-        """Return which axis of a tensor runs over samples, or why none does."""
-        structure = decode(row["structure"])
-        if structure.leaf is not None:
-            return "it is stored as several tensors that have no row for each sample; read the whole value"
-        if structure.whole is not None and _is_packed(structure.whole, row["leaf"]):
-            return "it is part of a PackedSequence, whose rows are no samples; read the whole value"
-        dims = self._captures.run._spec(row).dims if row["array"] else ()
-        if dims and SAMPLE not in dims:
-            return f"none of its dimensions {', '.join(map(repr, dims))} is {SAMPLE!r}"
-        axis = dims.index(SAMPLE) if dims else 0
-        return axis if axis < len(row["shape"]) else f"it has shape {tuple(row['shape'])}, and so no axis of samples"
+    @staticmethod
+    def _place(row: dict[str, Any], axis: int, portion: Portion | None, where: Occurrence, batch: AnnotatedBatch) -> _Place | str:
+        """Find a sample along the axis of samples, of which a part may have been kept."""
+        size, num_samples = row["shape"][axis], batch.num_samples
+        if portion is None:
+            kept = None
+        elif not portion.is_known:
+            return f"which samples {portion.text} has kept is not known"
+        else:
+            try:
+                kept = portion.positions(axis, num_samples, len(row["shape"]))
+            except IndexError as error:
+                return str(error)
+        if size != (num_samples if kept is None else len(kept)):
+            of_part = "" if portion is None or kept is None else f" of {portion.text}"
+            return f"its size along the axis of samples is {size}{of_part}, and the batch was annotated with {num_samples}"
+        if kept is None:
+            return _Place(row, axis, where.index)
+        if where.index not in kept:
+            return f"{row['portion']} has not kept sample {where.index} of {num_samples} in the batch"
+        return _Place(row, axis, kept.index(where.index))
+
+
+def _axis_of_samples(row: dict[str, Any], dims: Sequence[str]) -> int | str:
+    """Return which axis of a tensor runs over samples, or why none does."""
+    structure = decode(row["structure"])
+    if structure.leaf is not None:
+        return "it is stored as several tensors that have no row for each sample; read the whole value"
+    if structure.whole is not None and _is_packed(structure.whole, row["leaf"]):
+        return "it is part of a PackedSequence, whose rows are no samples; read the whole value"
+    if dims and SAMPLE not in dims:
+        return f"none of its dimensions {', '.join(map(repr, dims))} is {SAMPLE!r}"
+    axis = dims.index(SAMPLE) if dims else 0
+    return axis if axis < len(row["shape"]) else f"it has shape {tuple(row['shape'])}, and so no axis of samples"
 
 
 def _is_packed(branch: Branch, leaf: str) -> bool:

@@ -195,6 +195,13 @@ class RowIndex:
             low, high = low + int(column.searchsorted(value, "left")), low + int(column.searchsorted(value, "right"))
         return sorted(set(self._columns["call"][self.only_attempt(self._order[low:high], attempt)].tolist()))
 
+    def again(self, position: int) -> np.ndarray[Any, Any]:
+        """Return the positions of all captures of what one row is a capture of: several where the clock stood there more than once."""
+        row = self.place(position)
+        positions = self.find(row["phase"], epoch=row["epoch"], batch=row["batch"], call=row["call"])
+        positions = self.only_attempt(self.only_backward(self.only_captured(positions), row["backward"]), row["attempt"])
+        return self.only_leaf(positions, self._texts["leaf"][int(self._columns["leaf"][position])])
+
     def leaves(self, positions: np.ndarray[Any, Any]) -> list[str]:
         """Leaf paths at those positions."""
         return sorted(self._texts["leaf"][code] for code in set(self._columns["leaf"][positions].tolist()))

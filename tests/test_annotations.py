@@ -435,6 +435,28 @@ def test_tensors_and_annotations_are_of_one_attempt(tmp_path):
         assert run.annotations["sample_id"].get(0, 0, attempt=0).tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+def test_where_the_clock_stood_twice_a_sample_is_joined_only_if_it_is_certain(tmp_path, is_text):
+    """Batch 0 had the same samples both times, batch 1 others, and batch 2 was not annotated again."""
+    model = nn.Sequential(Given())
+    visits = [[[0, 1], [2, 3], [4, 5]], [[0, 1], [3, 2], None]]
+    with recording(model, tmp_path / "run", layers="0") as recorder:
+        for batches in visits:
+            for batch, ids in enumerate(batches):
+                with recorder.at(epoch=0, batch=batch):
+                    if ids:
+                        recorder.annotate(sample_id=list(map(str, ids)) if is_text else ids)
+                    model(rows_of(ids or [5, 4]))
+    with hookstore.open(tmp_path / "run") as run:
+        with pytest.warns(CaptureWarning, match="batch 1 are not found: it was annotated 2 times, with other samples"):
+            first = run.sample("0" if is_text else 0)
+        assert first["0"].activation.stack().tolist() == [[0, 0, 0]]
+        with pytest.raises(MissingCaptureError, match="no batch has a sample"):
+            run.sample("2" if is_text else 2)
+        missing = run.sample("4" if is_text else 4)["0"].activation.missing
+        assert missing == {(0, 2): "it was captured 2 times there, and the batch was annotated 1 times"}
+
+
 def test_a_live_run_shows_samples_after_refresh(tmp_path):
     model = nn.Sequential(nn.Linear(3, 1))
     with recording(model, tmp_path / "run", layers="0", kinds=["activation", "gradient"]) as recorder:
