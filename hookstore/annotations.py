@@ -16,7 +16,7 @@ from hookstore.agenda import WHOLE
 from hookstore.clock import Coordinates
 from hookstore.errors import OptionError
 from hookstore.layout import Call
-from hookstore.sink import Sink, why_not
+from hookstore.sink import StagingSink, why_not
 from hookstore.structure import PARTS, encode_at
 
 _EXPECTED = "a tensor, an array or a list of numbers, bools or strings, one for each sample"
@@ -50,11 +50,11 @@ class Annotator:
 
     Parameters
     ----------
-    sink : Sink
+    sink : StagingSink
         Where they go.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: StagingSink) -> None:
         self._sink = sink
         self._latest: dict[str, _OfBatch] = {}  # by phase
 

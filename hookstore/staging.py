@@ -57,7 +57,8 @@ the loss scale (NaN for none), and whether its statistics were computed where th
 
 MOST_STRUCTURE_CHARS = 64 << 20
 _SCALE_OFFSET = NOTE.size - 8
-_STATISTICS_BYTES = 8 * len(STATISTICS_DTYPE.names or ())
+_NUM_STATISTICS = len(STATISTICS_DTYPE.names or ())
+_STATISTICS_BYTES = 8 * _NUM_STATISTICS
 
 _HAS_STATISTICS = struct.Struct("<I")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -962,28 +963,29 @@ def region_statistics(region: Region, slots: np.ndarray[Any, Any], notes: np.nda
     memory : memoryview
         The arena.
     """
+    came = notes["has_statistics"] != 0
+    found = np.empty(len(slots), dtype=STATISTICS_DTYPE)
+    if came.any():
+        count = region.reserved * _NUM_STATISTICS
+        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
+        found[came] = to_records(vectors[slots[came]])
+    if not came.all():
+        found[~came] = _statistics_of_bytes(region, slots[~came], memory)
+    return found
+
+
+def _statistics_of_bytes(region: Region, slots: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
+    """Return statistics of the tensors in some slots; of all at once where none is padded."""
     array = region.array
-    if notes["has_statistics"].all():
-        vectors = np.frombuffer(memory, dtype="<f8", count=region.reserved * 9, offset=region.statistics_offset).reshape(-1, 9)
-        return to_records(vectors[slots])
-    spec = array.spec
     itemsize = array.itemsize
     bits = np.dtype(f"V{itemsize}") if itemsize == 16 else np.dtype(f"<u{itemsize}")
-    chunks = np.ndarray(
-        (region.reserved, array.chunk_bytes // itemsize),
-        dtype=bits,
-        buffer=memory,
-        offset=region.offset,
-        strides=(array.stride_bytes, itemsize),
-    )
+    shape, strides = (region.reserved, array.chunk_bytes // itemsize), (array.stride_bytes, itemsize)
+    chunks = np.ndarray(shape, dtype=bits, buffer=memory, offset=region.offset, strides=strides)
+    dtype, chunk_shape = array.spec.dtype, array.spec.chunk_shape
     if len(slots) == region.reserved and not region.shapes:
-        return of_rows(as_numbers(chunks, spec.dtype))
-    return np.concatenate(
-        [
-            of_rows(as_numbers(_true_part(chunks[slot], spec.chunk_shape, region.shapes.get(slot, spec.chunk_shape)), spec.dtype))
-            for slot in slots.tolist()
-        ]
-    )
+        return of_rows(as_numbers(chunks, dtype))
+    parts = [_true_part(chunks[slot], chunk_shape, region.shapes.get(slot, chunk_shape)) for slot in slots.tolist()]
+    return np.concatenate([of_rows(as_numbers(part, dtype)) for part in parts])
 
 
 def _true_part(chunk: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "a region does not know its transfers",
         ("in-place edit", "recorded, large ring"),
-        (of_stager("_stage_slot", "region.transfers.append(transfer)", "pass"),),
+        (of_stager("_fill_slot", "region.transfers.append(transfer)", "pass"),),
     ),
     Mutant(
         "a full region is handed over while its last copy is being made",
@@ -244,7 +244,9 @@ MUTANTS = [
         "the writer gives a region back before it has written it",
         ("recorded",),
         (
-            of_writer("_write_region", "if len(prepared.notes) == 1", "self._stager.release(region)\n    if len(prepared.notes) == 1"),
+            of_writer(
+                "_write_region", "shard: ShardWriter | None = None", "self._stager.release(region)\n    shard: ShardWriter | None = None"
+            ),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,

@@ -6,8 +6,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hookstore import dimensions, portion, structure
+from hookstore import dimensions, structure
 from hookstore import format as spec
+from hookstore.portion import token_of
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- disk format: written by tools/readme.py from hookstore/format.py -->", "<!-- end of disk format -->"
@@ -40,6 +41,7 @@ def rules() -> str:
         for name in (
             spec.array_name("activation"),
             spec.array_name("activation", phase="eval"),
+            spec.array_name("activation", portion=token_of("sample[:8]")),
             spec.array_name("parameter", leaf="weight"),
             spec.array_name("activation", leaf="0"),
             spec.array_name("activation", dtype="bfloat16"),
@@ -52,10 +54,10 @@ def rules() -> str:
         "fc", "activation", "train", "", "float32", "activation", (8, 10), (1, 1), portion="sample[:8]", dims=("sample", "feature")
     )
     kept, feature = (dimension.wished for dimension in dimensions.dimensions_of(part))
-    token = spec.array_name("activation", portion=portion.token_of(part.portion))
+    token = spec.array_name("activation", portion=token_of(part.portion))
     annotation = spec.ArraySpec("", "annotation", "train", "label", "int64", spec.array_name("annotation", leaf="label"), (8,), (1, 1)).path
     return f"""- **Names.** Up to {spec.COMPONENT_BYTES} bytes exact, beyond that cut and ended by a hash: {names}.
-- **Arrays.** One per kind, leaf, phase, dtype, size class, and for calls from 1 on: {arrays}.
+- **Arrays.** One per kind, leaf, phase, part of the tensor, dtype, size class, and for calls from 1 on: {arrays}.
   Bits of the dtypes that have no registered Zarr name are stored as unsigned integers; the torch dtype is in the attributes and in the manifest.
 - **Parts.** Of a tensor of which `select` keeps `{part.portion}` the part is in `{token}`; `select` and `dims` are in the array's attributes. Dimensions
   are called `sample` or as `dims` says (`{feature}`) while that name has one size among the layer's arrays, else for themselves alone (`activation_{feature}`). One of
@@ -108,10 +110,11 @@ def dtype_table() -> str:
 
 def manifest_table() -> str:
     """Return the table of the manifest's columns."""
-    optional = [(*spec.PORTION_COLUMN[:2], f"only with `select`: {spec.PORTION_COLUMN[2]}")]
-    optional += [(name, kind, f"only with statistics: {meaning}") for name, kind, meaning in spec.STATISTICS_COLUMNS]
-    rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in [*spec.MANIFEST_COLUMNS, *optional]]
-    return "\n".join(["| column | Arrow type | meaning |", "|---|---|---|", *rows])
+    heading = ["| column | Arrow type | meaning |", "|---|---|---|"]
+    rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in spec.MANIFEST_COLUMNS]
+    more = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in (spec.PORTION_COLUMN, *spec.STATISTICS_COLUMNS)]
+    optional = "Only in runs in which parts of tensors, or statistics, were asked for. Statistics are of the tensor as it is stored, divided by its loss scale:"
+    return "\n".join([*heading, *rows, "", optional, "", *heading, *more])
 
 
 def section() -> str:
