@@ -86,8 +86,8 @@ def _print_info(held: hookstore.RunInfo, console: Console) -> None:
         shapes = ["×".join(map(str, shape)) or "()" for shape in group["shapes"]]
         table.add_row(
             _plain(repr(group["layer"]) if group["layer"] == "" else group["layer"]),
-            _plain(group["kind"]),
-            f"{group['captures']:,}",
+            _plain(group["kind"]) + "".join(f"\n  {_plain(portion)}" for portion in group["portions"] if portion),
+            f"{group['captures']:,}" + (f" + {group['summarized']:,} of statistics" if group["summarized"] else ""),
             f"{group['gaps']:,}" if group["gaps"] else "",
             ", ".join(shapes[-3:]) + (" …" if len(shapes) > 3 else ""),
             _plain(", ".join(group["dtypes"])),
@@ -99,6 +99,8 @@ def _print_info(held: hookstore.RunInfo, console: Console) -> None:
     gaps = {status: count for status, count in held.statuses.items() if status != "ok"}
     noted = f"; {', '.join(f'{count:,} {_plain(status)}' for status, count in gaps.items())}" if gaps else ""
     console.print(f"{held.num_captures:,} captures, {held.nbytes:,} bytes{noted}")
+    if held.annotations:
+        console.print(f"of batches: {_plain(', '.join(held.annotations))}")
     if held.state == "unfinished":
         console.print(
             "the recording was killed: all that was acknowledged is here; `hookstore recover` makes it whole for plain Zarr readers"

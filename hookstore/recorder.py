@@ -22,6 +22,7 @@ from torch import nn
 
 from hookstore import __version__
 from hookstore.agenda import Agenda
+from hookstore.annotations import Annotator
 from hookstore.attach import ModelHooks
 from hookstore.capture import Capture, check_captures
 from hookstore.clock import Batches, Clock, Placed
@@ -325,6 +326,7 @@ class Recorder:
             schema=schema_with(portion=agenda.has_portions, statistics=agenda.has_statistics),
         )
         self._sink = StagingSink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
+        self._annotator = Annotator(self._sink)
         self._hooks = ModelHooks(models, self._sink)
         self._modules = weakref.WeakSet(module for model in models.values() for module in model.modules())
         self._clock.on_tick = self._hooks.update
@@ -407,6 +409,45 @@ class Recorder:
         """
         self._check_open()
         return self._clock.in_phase(phase)
+
+    def annotate(self, /, **values: Any) -> None:
+        """Store values of the samples of this batch, once; `Run.sample` joins them with what was captured of the layers.
+
+        They are filed where the clock stands, in the phase that the model is in: with `batches` or `at` before or after the forward. Without these a batch
+        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded.
+
+        Parameters
+        ----------
+        **values : torch.Tensor, array-like of numbers or bools, or list of str
+            By name, such as ``sample_id=ids, label=labels``. The first dimension runs over the samples, of which all values of a batch have as many.
+
+        Raises
+        ------
+        OptionError
+            For a value of another kind or length, or a name that this batch has been given already.
+        """
+        self._check_open()
+        self._annotator.annotate(values)
+
+    def loss(self, value: torch.Tensor | float, *, name: str = "") -> None:
+        """Store a loss of this batch, as it is: a loss that a GradScaler has scaled is stored scaled.
+
+        It is filed like an annotation, under call 0, and 1, 2, … where one batch has several of the same name.
+
+        Parameters
+        ----------
+        value : torch.Tensor or float
+            One number, or one for each sample. A tensor on a device is not waited for.
+        name : str, optional
+            Tells it from other losses of the batch.
+
+        Raises
+        ------
+        OptionError
+            For anything else.
+        """
+        self._check_open()
+        self._annotator.loss(value, name)
 
     @property
     def captures(self) -> dict[str, bool]:
