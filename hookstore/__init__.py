@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from hookstore.capture import Capture
     from hookstore.captures import Captures, LayerRun
     from hookstore.gradients import GradientEdit, clip_gradient, reverse_gradient, scale_gradient
+    from hookstore.histories import SampleCaptures, SampleHistory, SampleLayer
     from hookstore.joined import NestedArray, QuantizedArray, SparseArray
+    from hookstore.occurrences import Occurrence
     from hookstore.planned import Plan, PlannedTensor
     from hookstore.planning import plan
     from hookstore.recorder import Progress, Recorder, record
@@ -61,6 +63,7 @@ __all__ = [
     "NestedArray",
     "NotARunError",
     "NotStored",
+    "Occurrence",
     "OptionError",
     "PackedSequence",
     "PartialBatch",
@@ -77,6 +80,9 @@ __all__ = [
     "RunExistsError",
     "RunInfo",
     "RunLockedError",
+    "SampleCaptures",
+    "SampleHistory",
+    "SampleLayer",
     "Samples",
     "SelectionError",
     "SparseArray",
@@ -103,6 +109,8 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("SampleCaptures", "SampleHistory", "SampleLayer"), "hookstore.histories"),
+    "Occurrence": "hookstore.occurrences",
     **dict.fromkeys(("Plan", "PlannedTensor"), "hookstore.planned"),
     "plan": "hookstore.planning",
     **dict.fromkeys(("LayerTap", "Tap", "tap"), "hookstore.tapping"),
