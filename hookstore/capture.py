@@ -86,6 +86,8 @@ class Capture:
         object.__setattr__(self, "kinds", check_kinds(self.kinds))
         if not isinstance(self.phases, str):
             object.__setattr__(self, "phases", tuple(self.phases))
+        if self.dims is not None:
+            object.__setattr__(self, "dims", check_dims(self.dims))
         for name in ("epochs", "batches", "steps"):
             value = getattr(self, name)
             if isinstance(value, Iterable) and not isinstance(value, str | range):

@@ -179,17 +179,10 @@ def plan(
         planned = project(
             run, epochs=epochs, batches=batches, disk=path, bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e6
         )
-    console = Console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    used = [column for column in range(len(planned.headings)) if any(line[column] for line in planned.lines)]
-    for column in used:
-        table.add_column(planned.headings[column], justify="left" if column < planned.num_texts else "right")
-    for line in planned.lines:
-        table.add_row(*(_plain(line[column]) for column in used))
-    console.print(table)
-    for sentence in planned.summary:
-        shown = _plain(sentence)
-        console.print(f"[red]{shown}[/]" if sentence.startswith("WARNING") else shown, soft_wrap=True)
+    console = Console(highlight=False)
+    for line in str(planned).splitlines():
+        shown = _plain(line)
+        console.print(f"[red]{shown}[/]" if line.startswith("WARNING") else shown, soft_wrap=True)
 
 
 @app.command()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from hookstore.dimensions import dimensions_of
 from hookstore.format import CHUNK_ALIGNMENT_BYTES, CRC_BYTES, PAGE_BYTES, SEGMENT_ROWS, TRAILER_BYTES, ArraySpec, align
 from hookstore.occasions import Occasions, Training, count
 from hookstore.planned import Plan, PlannedTensor
@@ -133,10 +134,11 @@ def make_plan(streams: Sequence[Stream], circumstances: Circumstances, notes: Se
     amounts = [_amount(stream, circumstances, num_arrays, counted) for stream in streams]
     met = [(stream, amount) for stream, amount in zip(streams, amounts, strict=True) if amount.num_rows]
     arrays = {stream.spec.path: stream.layer for stream, amount in met if amount.num_shards and stream.spec is not None}
+    num_coordinates = _num_coordinates({stream.spec for stream, amount in met if amount.num_shards and stream.spec is not None})
     num_layers, num_rows = len({*arrays.values()}), sum(amount.num_rows for _, amount in met)
     num_parts = -(-num_rows // SEGMENT_ROWS)
     per_row = _PARQUET_ROW_BYTES + (_PARQUET_STATISTICS_BYTES if circumstances.has_statistics else 0)
-    small_files = (len(arrays) + num_layers + 1) * PAGE_BYTES
+    small_files = (len(arrays) + num_layers + 1 + 2 * num_coordinates) * PAGE_BYTES
     described_bytes = align(2_000 + _LAYER_BYTES * len({stream.layer for stream in streams}), PAGE_BYTES)
     other_bytes = small_files + described_bytes + num_parts * align(_PART_BYTES, PAGE_BYTES) + num_rows * per_row
     num_shards = sum(amount.num_shards for _, amount in met)
@@ -155,7 +157,8 @@ def make_plan(streams: Sequence[Stream], circumstances: Circumstances, notes: Se
         num_summaries=sum(amount.num_rows - amount.num_captures for _, amount in met),
         num_arrays=len(arrays),
         num_shards=num_shards,
-        num_files=num_shards + len(arrays) + num_layers + num_parts + 2,  # … and run.json and the root group's zarr.json
+        # (with run.json, and zarr.json of the root group, of each layer and of each array; coordinates have that and a chunk)
+        num_files=num_shards + len(arrays) + num_layers + num_parts + 2 + 2 * num_coordinates,
         buffer_bytes=circumstances.buffer_bytes,
         path=circumstances.path,
         free_bytes=None if circumstances.path is None else free_bytes(circumstances.path),
@@ -163,6 +166,18 @@ def make_plan(streams: Sequence[Stream], circumstances: Circumstances, notes: Se
         is_compressed=any(stream.spec is not None and stream.spec.codec is not None and stream.stored_bytes is None for stream, _ in met),
         is_estimated=any(amount.is_estimated for _, amount in met),
         notes=tuple(notes),
+    )
+
+
+def _num_coordinates(specs: Iterable[ArraySpec]) -> int:
+    """Count the coordinates beside arrays: one for each layer, name of a dimension and positions."""
+    return len(
+        {
+            (spec.layer, dimension.wished or dimension.own, dimension.positions)
+            for spec in specs
+            for dimension in dimensions_of(spec)
+            if dimension.positions is not None
+        }
     )
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import hookstore
 from hookstore import cli, footprint, layout
 from hookstore.capture import Capture
+from hookstore.dimensions import is_coordinate
 from hookstore.format import KINDS
 from hookstore.planned import in_bytes, in_seconds
 from hookstore.planning import plan
@@ -60,12 +61,15 @@ def train(model, path, inputs, epochs, batches, **options):
 def contents(path):
     """Arrays, shards, files, captures, rows with statistics alone, and bytes in whole pages."""
     files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
-    num_shards = sum(os.path.basename(name).startswith("c.") for name in files)
+    num_shards = sum(
+        os.path.basename(name).startswith("c.") and not is_coordinate(os.path.basename(os.path.dirname(name))) for name in files
+    )
     num_arrays = sum(
         os.path.isdir(os.path.join(path, "layers", layer, name))
         for layer in os.listdir(path / "layers")
         if os.path.isdir(path / "layers" / layer)
         for name in os.listdir(path / "layers" / layer)
+        if not is_coordinate(name)
     )
     with hookstore.open(path) as run:
         statuses = run.manifest["status"].to_pylist()
