@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -265,24 +266,81 @@ def test_readme_is_current():
         assert f"`{module}.py`" in readme
 
 
-def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
-    """The code block itself, with a model, a loader and an optimizer beside it."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    monkeypatch.chdir(tmp_path)
+def examples():
+    """The code blocks of the README, in order."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def training(num_batches, num_samples):
+    """What an example has beside it: a model, a loader and an optimizer."""
     model = demo.DigitNet()
-    batches = [(torch.randn(4, 1, 28, 28), torch.randint(0, 10, (4,))) for _ in range(301)]
-    names = {
+    return {
+        "hookstore": hookstore,
+        "torch": torch,
+        "signal": signal,
         "model": model,
-        "loader": batches,
+        "loader": [(torch.randn(num_samples, 1, 28, 28), torch.randint(0, 10, (num_samples,))) for _ in range(num_batches)],
+        "images": torch.randn(num_samples, 1, 28, 28),
+        "labels": torch.randint(0, 10, (num_samples,)),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loss_fn": torch.nn.CrossEntropyLoss(),
     }
-    exec(compile(code, "README.md", "exec"), names)
+
+
+def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = training(301, 4)
+    exec(compile(examples()[0], "README.md", "exec"), names)
     run = names["run"]
     assert run.layers == ["conv1", "conv2", "fc1"]
     assert run.batches(1) == [0, 100, 200, 300]
     assert run["conv1"].activation[1, 300].shape == (4, 32, 28, 28)
     run.close()
+
+
+def test_the_example_of_choosing_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = training(22, 20)
+    exec(compile(examples()[1], "README.md", "exec"), names)
+    assert "in all" in capsys.readouterr().out
+    run = names["run"]
+    assert run["conv1"].activation.portion("sample[:8]")[0, 20].shape == (8, 32, 28, 28)
+    assert run["fc2"].gradient.stats(0, 20).l2 > 0
+    assert len(run["fc2"].gradient.statistics()) == 2 * 3
+    of_sample = run.sample(7)["conv1"].activation.portion({"sample": 8})
+    assert list(of_sample) == [(0, 0), (1, 0)]
+    assert np.array_equal(of_sample[1, 0], run["conv1"].activation.portion({"sample": 8})[1, 0][7])
+    assert run.annotations["label"][0, 20].tolist() == names["loader"][20][1].tolist()
+    assert run.loss[0, 20].shape == ()
+    run.close()
+
+
+def test_the_example_of_the_flight_recorder_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = training(30, 4)
+    names["loader"][20][0][3, 0, 5, 5] = torch.nan
+    with pytest.warns(hookstore.CaptureWarning, match="flight recorder"):
+        exec(compile(examples()[2], "README.md", "exec"), names)
+    with hookstore.open("runs/flight") as run:
+        assert run.batches(0) == list(range(16, 30))  # weights are NaN from then on, and each batch fires again
+        assert (run.fired[0].epoch, run.fired[0].batch) == (0, 20)
+        assert "conv1" in run.fired[0].reason
+        assert np.isnan(run["conv1"].activation[0, 20][3]).any()
+        assert not np.isnan(run["conv1"].activation[0, 19]).any()
+
+
+def test_the_example_of_acting_runs():
+    names = training(1, 4)
+    torch.manual_seed(0)
+    names |= {name: torch.nn.Sequential(torch.nn.Linear(3, 5)) for name in ("teacher", "student")}
+    names |= {"inputs": torch.randn(7, 3), "domain_classifier": torch.nn.Linear(5, 2)}
+    before = [parameter.detach().clone() for parameter in names["model"].parameters()]
+    exec(compile(examples()[3], "README.md", "exec"), names)
+    expected = 2 * (names["student"](names["inputs"]) - names["teacher"](names["inputs"])).detach().mT @ names["inputs"] / 35
+    assert torch.allclose(names["student"][0].weight.grad, expected, atol=1e-6)
+    assert not torch.equal(names["adversarial"], names["images"])
+    assert all(torch.equal(one, other) for one, other in zip(before, names["model"].parameters(), strict=True))
+    assert not any(module._forward_pre_hooks for module in names["model"].modules())
 
 
 def test_info_command(tmp_path):
