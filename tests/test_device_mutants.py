@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "a region does not know its transfers",
         ("in-place edit", "recorded, large ring"),
-        (of_stager("_stage_slot", "region.transfers.append(transfer)", "pass"),),
+        (of_stager("_fill_slot", "region.transfers.append(transfer)", "pass"),),
     ),
     Mutant(
         "a full region is handed over while its last copy is being made",
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "draining does not wait",
         ("drains",),
-        (of_stager("drain", "while self._outstanding.keys() & before:", "while False:"),),
+        (of_stager("drain", "while (self._outstanding.keys() - self._held) & before:", "while False:"),),
         is_forgiven=False,
     ),
     # The writer
@@ -244,7 +244,9 @@ MUTANTS = [
         "the writer gives a region back before it has written it",
         ("recorded",),
         (
-            of_writer("_write_region", "if len(prepared.notes) == 1", "self._stager.release(region)\n    if len(prepared.notes) == 1"),
+            of_writer(
+                "_write_region", "if region.array.stats == ONLY:", "self._stager.release(region)\n    if region.array.stats == ONLY:"
+            ),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
@@ -253,7 +255,7 @@ MUTANTS = [
         "the writer gives a region back before it is encoded",
         ("recorded, encoded",),
         (
-            of_writer("_take_region", "self._to_encode.append(prepared)", "self._stager.release(region); self._to_encode.append(prepared)"),
+            of_writer("_line_up", "self._to_encode.append(prepared)", "self._stager.release(region); self._to_encode.append(prepared)"),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
