@@ -18,10 +18,10 @@ from hookstore.agenda import Choice
 from hookstore.clock import Coordinates
 from hookstore.files import DiskBudgetSpent
 from hookstore.format import SCALED_KINDS
-from hookstore.judges import Evidence, Judge, judges_of
+from hookstore.judges import Evidence, Judge, Panel, judges_of
 from hookstore.layout import Draft
 from hookstore.ring import Ring
-from hookstore.staging import NOTE_DTYPE, Stager, numbers_of_slot
+from hookstore.staging import NOTE_DTYPE, Stager, is_surely_finite, numbers_of_slot, region_statistics
 from hookstore.statistics import divided
 from hookstore.triggers import Trigger, check_when
 
@@ -100,6 +100,7 @@ class Flight:
         self._tell = stager.messages.append
         self._judges = judges_of(tuple(triggers), self._tell)
         self._judges_of: dict[Choice, list[Judge]] = {}
+        self._panels: dict[tuple[object, ...], Panel] = {}
         self._ring = None if last is None else Ring(last, self._pass_on, self._release)
         self._held_in: list[set[int]] = [set() for _ in self._judges]  # the last batches in which each condition held
         self._firings: dict[tuple[int, int], _Firing] = {}
@@ -113,15 +114,15 @@ class Flight:
         return self._ring is not None or bool(region.array.watchers)
 
     def take(self, prepared: Prepared) -> None:
-        """Judge the captures of a region, which have their statistics; then write it, keep it or release it."""
-        region = prepared.region
-        evidence = self._evidence_of(prepared)
-        self._raise_captures(region.array.watchers, evidence)
+        """Judge the captures of a region; then write it, keep it or release it."""
+        region, array = prepared.region, prepared.region.array
+        assert region.coordinates is not None
+        panel = self._panel_for(array.spec.layer, array.spec.kind, array.watchers)
+        if self._may_hold(panel, prepared):
+            self._judge(panel, self._evidence_of(prepared), region.number, region.coordinates)
         if self._ring is None:
             self._write(prepared)
             return
-        assert region.coordinates is not None
-        self._judge(evidence, region.number, region.coordinates)
         self._stager.hold(region)
         self._ring.add(region.number, region.coordinates, prepared, region.num_bytes)
         self.report(before=self._ring.newest)
@@ -131,10 +132,8 @@ class Flight:
         where = draft.coordinates
         number = -1 if self._ring is None else self._stager.number_of(where)
         if draft.statistics is not None:
-            evidence = _evidence_of_draft(draft)
-            self._raise_captures(draft.take.watchers, evidence)
-            if self._ring is not None:
-                self._judge(evidence, number, where)
+            panel = self._panel_for(draft.layer, draft.kind, draft.take.watchers)
+            self._judge(panel, _evidence_of_draft(draft), number, where)
         if self._ring is None or draft.status == "stopped":
             self._note(draft)
             return
@@ -183,6 +182,27 @@ class Flight:
 
     # Judging --------------------------------------------------------------------------------------------------------
 
+    def _panel_for(self, layer: str, kind: str, watchers: tuple[Choice, ...]) -> Panel:
+        """Return who judges captures of a kind of a layer."""
+        key = (layer, kind, watchers)
+        panel = self._panels.get(key)
+        if panel is None:
+            for choice in watchers:
+                if choice not in self._judges_of:
+                    self._judges_of[choice] = judges_of(check_when(choice.capture.when, of_capture=True), self._tell)
+            panel = self._panels[key] = Panel.of(self._judges, {choice: self._judges_of[choice] for choice in watchers}, layer, kind)
+        return panel
+
+    def _may_hold(self, panel: Panel, prepared: Prepared) -> bool:
+        """Say whether a region must be judged; then it has statistics. Most regions of a run have nothing in them but finite numbers."""
+        if panel.is_empty:
+            return False
+        region, slots, notes, memory = prepared.region, prepared.slots, prepared.notes, self._stager.memory
+        if panel.asks_only_non_finite and is_surely_finite(region, slots, notes, memory):
+            return False
+        prepared.statistics = region_statistics(region, slots, notes, memory)
+        return True
+
     def _evidence_of(self, prepared: Prepared) -> Evidence:
         region, notes = prepared.region, prepared.notes
         spec = region.array.spec
@@ -194,19 +214,12 @@ class Flight:
 
         return Evidence(spec.phase, spec.layer, spec.kind, spec.leaf, spec.portion, statistics, notes, numbers_of)
 
-    def _raise_captures(self, choices: Sequence[Choice], evidence: Evidence) -> None:
-        """Have captures take full tensors whose condition holds."""
-        for choice in choices:
-            judges = self._judges_of.get(choice)
-            if judges is None:
-                conditions = check_when(choice.capture.when, of_capture=True)
-                judges = self._judges_of[choice] = judges_of(conditions, self._tell)
+    def _judge(self, panel: Panel, evidence: Evidence, number: int, where: Coordinates) -> None:
+        for choice, judges in panel.conditions:
             verdicts = [judge.judge(evidence) for judge in judges]  # each: a running median must see everything
             if any(verdict is not None for verdict in verdicts):
                 choice.is_called_for = True
-
-    def _judge(self, evidence: Evidence, number: int, where: Coordinates) -> None:
-        for position, judge in enumerate(self._judges):
+        for position, judge in panel.triggers:
             verdict = judge.judge(evidence)
             if verdict is None:
                 continue
@@ -224,7 +237,7 @@ class Flight:
                 self._held_in[position] = set(sorted(held_in)[32 + 2 * self._last :])
 
     def _fire(self, trigger: int, firing: _Firing) -> None:
-        if self._ring is None:
+        if self._ring is None or self._is_spent:
             return
         self._firings[trigger, firing.number] = firing
         now = time.time_ns() // 1000
@@ -248,6 +261,8 @@ class Flight:
         if isinstance(item, Draft):
             self._note(item)
         else:
+            if not item.region.array.stats:
+                item.statistics = None  # judged by, and not asked for
             self._stager.unhold(item.region)
             self._write(item)
 

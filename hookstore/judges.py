@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hookstore.agenda import Choice
 from hookstore.format import OF_BATCH, SCALED_KINDS
 from hookstore.statistics import Statistics
 from hookstore.triggers import GradientNorm, NonFinite, Raised, Signalled, Trigger, Where, name_of
@@ -61,7 +62,18 @@ class Verdict(NamedTuple):
 
 
 class Judge(Protocol):
-    """Says whether a condition holds."""
+    """Says whether a condition holds.
+
+    Attributes
+    ----------
+    asks_only_non_finite : bool
+        Whether it holds for nothing whose elements are all finite, and need not see that.
+    """
+
+    asks_only_non_finite: bool
+
+    def chooses(self, layer: str, kind: str) -> bool:
+        """Say whether it can hold for tensors of a kind of a layer."""
 
     def judge(self, evidence: Evidence) -> Verdict | None:
         """Return the first capture for which it does, or ``None``."""
@@ -71,12 +83,12 @@ class NonFiniteJudge:
     """Judges for `NonFinite`."""
 
     def __init__(self, trigger: NonFinite) -> None:
+        self.asks_only_non_finite = True
+        self.chooses = trigger.chooses
         self._trigger = trigger
 
     def judge(self, evidence: Evidence) -> Verdict | None:
         """See `Judge`."""
-        if not self._trigger.chooses(evidence.layer, evidence.kind):
-            return None
         statistics = evidence.statistics
         is_bad = (statistics["nan"] > 0) | (statistics["inf"] > 0)
         if not self._trigger.scaled_gradients and evidence.kind in SCALED_KINDS:
@@ -93,14 +105,14 @@ class GradientNormJudge:
     """Judges for `GradientNorm`; keeps the last norms of each layer, kind and leaf."""
 
     def __init__(self, trigger: GradientNorm) -> None:
+        self.asks_only_non_finite = False
+        self.chooses = trigger.chooses
         self._trigger = trigger
         self._norms: dict[tuple[str, ...], _Window] = {}
 
     def judge(self, evidence: Evidence) -> Verdict | None:
         """See `Judge`."""
         trigger = self._trigger
-        if not trigger.chooses(evidence.layer, evidence.kind):
-            return None
         key = (evidence.phase, evidence.layer, evidence.kind, evidence.leaf, evidence.portion)
         window = self._norms.get(key)
         if window is None:
@@ -129,10 +141,15 @@ class FunctionJudge:
     """
 
     def __init__(self, function: Callable[[Statistics, Where], bool], tell: Callable[[str], None]) -> None:
+        self.asks_only_non_finite = False
         self._function = function
         self._name = name_of(function)
         self._tell = tell
         self._has_raised = False
+
+    def chooses(self, _layer: str, kind: str) -> bool:
+        """See `Judge`."""
+        return kind != "annotation"
 
     def judge(self, evidence: Evidence) -> Verdict | None:
         """See `Judge`."""
@@ -181,6 +198,40 @@ class _Window:
             del self._in_order[bisect.bisect_left(self._in_order, self._in_time.popleft())]
         self._in_time.append(value)
         bisect.insort(self._in_order, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Who judges captures of one kind of a layer.
+
+    Attributes
+    ----------
+    triggers : tuple
+        Judges of the flight recorder's triggers, each with its number.
+    conditions : tuple
+        Captures with the judges of their conditions.
+    """
+
+    triggers: tuple[tuple[int, Judge], ...]
+    conditions: tuple[tuple[Choice, tuple[Judge, ...]], ...]
+
+    @classmethod
+    def of(cls, triggers: Sequence[Judge], conditions: Mapping[Choice, Sequence[Judge]], layer: str, kind: str) -> Panel:
+        """Choose those who can find anything in such captures."""
+        chosen = tuple((number, judge) for number, judge in enumerate(triggers) if judge.chooses(layer, kind))
+        found = ((choice, tuple(judge for judge in judges if judge.chooses(layer, kind))) for choice, judges in conditions.items())
+        return cls(chosen, tuple((choice, judges) for choice, judges in found if judges))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nobody."""
+        return not self.triggers and not self.conditions
+
+    @property
+    def asks_only_non_finite(self) -> bool:
+        """Whether nobody needs to see captures whose elements are all finite."""
+        judges = [judge for _, judge in self.triggers] + [judge for _, judges in self.conditions for judge in judges]
+        return all(judge.asks_only_non_finite for judge in judges)
 
 
 def judges_of(triggers: tuple[Trigger, ...], tell: Callable[[str], None]) -> list[Judge]:

@@ -489,11 +489,10 @@ class Recorder:
         self._fire(str(reason))
 
     def _fire(self, reason: str, where: Coordinates | None = None, *, is_exception: bool = False) -> None:
-        """Tell the writer to fire. Signal handlers call it too: nothing here takes a lock that may be held."""
+        """Tell the writer to fire in a batch, which may be without captures so far; in the newest by default, as signal handlers do: that takes no lock."""
         number, newest = self._stager.newest
         if where is not None:
-            known = self._stager.number_of(where)
-            number = number if known < 0 else known
+            number = self._stager.number_of(where, begins=True)
         self._stager.queue.put(Event(reason, number, where or newest, self._clock.step, is_exception=is_exception))
 
     # Life cycle ---------------------------------------------------------------------------------------------------

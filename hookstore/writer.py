@@ -417,7 +417,6 @@ class Writer:
         notes = np.frombuffer(self._stager.memory, NOTE_DTYPE, count=region.reserved, offset=region.notes_offset)[slots]
         prepared = Prepared(region, slots, notes)
         if self._flight.sees(region):
-            prepared.statistics = region_statistics(region, slots, notes, self._stager.memory)
             self._flight.take(prepared)
         else:
             self._line_up(prepared)
