@@ -271,7 +271,7 @@ class Run:
 
     def _why_left_out(self, phase: str, epoch: int, batch: int) -> tuple[str | None, str]:
         """Return status and reason where a whole batch was left out or cut short, or recording had stopped before it; else ``None`` and ""."""
-        here = [row for row in self._batch_rows if (row["epoch"], row["batch"]) == (epoch, batch)]
+        here = [row for row in self._batch_rows if (row["epoch"], row["batch"]) == (epoch, batch) and row["status"] != "fired"]
         here.sort(key=lambda row: row["phase"] != phase)
         if here:
             return here[0]["status"], here[0]["reason"]

@@ -58,10 +58,19 @@ _PLACES_UNSEALED = (
 
 
 class SyncRequest:
-    """Asks the writer to make durable all that it has been given, and says when that is so."""
+    """Asks the writer to make durable all that it has been given, and says when that is so.
+
+    Attributes
+    ----------
+    done : threading.Event
+        Set when it is so.
+    num_before : int
+        Regions that the writer has to have written first, counted from its start: those that the flight recorder had given back by then.
+    """
 
     def __init__(self) -> None:
         self.done = threading.Event()
+        self.num_before = 0
 
 
 class _Stop:
@@ -257,6 +266,7 @@ class Writer:
         self._requests: list[SyncRequest] = []
         self._preparing: collections.deque[Prepared] = collections.deque()  # in the order of their captures, which is that of their rows
         self._to_encode: collections.deque[Prepared] = collections.deque()
+        self._num_written = 0  # regions
         self._num_encoded = 0  # regions that encoders have or have had, and that are not written yet
         self._blocks: list[tuple[RowBlock, ShardWriter | None]] = []
         self._noted_at = self._swept_at = self._synced_at = time.monotonic()
@@ -364,6 +374,7 @@ class Writer:
         if self._has_ready:  # one, and then a look at what has come: the encoders must not run dry while the disk writes
             prepared = self._preparing.popleft()
             self._write_region(prepared)
+            self._num_written += 1
             self._num_encoded -= prepared.was_submitted
             self._encode_next()
         if not self._preparing:
@@ -380,7 +391,7 @@ class Writer:
                 self._end_with_process()
             self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
         if (
-            (self._requests and not self._is_pressed)
+            any(map(self._can_answer, self._requests))
             or (self._needs_mark and now - self._synced_at > _SYNC_AGE_S)
             or self._manifest.is_segment_full
         ):
@@ -398,6 +409,8 @@ class Writer:
         elif isinstance(item, Event):
             self._flight.take_event(item)
         elif isinstance(item, SyncRequest):
+            if self._stager.is_ring:  # (otherwise who asks has waited until what counts was written)
+                item.num_before = self._num_written + len(self._preparing)
             self._requests.append(item)
         elif isinstance(item, _Failed):
             raise item.failure
@@ -410,6 +423,7 @@ class Writer:
         region.is_taken = True
         for transfer in region.transfers:
             transfer.wait()
+        region.transfers.clear()  # a flight recorder may keep the region for long
         slots = region.slots
         if not slots.size:
             self._stager.release(region)
@@ -443,10 +457,8 @@ class Writer:
             prepared.was_submitted = True
             self.encoder.submit(prepared)
 
-    @property
-    def _is_pressed(self) -> bool:
-        """Whether what the flight recorder has given back is yet to be written: who asks for a sync does not know that it was kept."""
-        return self._stager.is_ring and bool(self._preparing)
+    def _can_answer(self, request: SyncRequest) -> bool:
+        return request.num_before <= self._num_written
 
     @property
     def _is_waiting(self) -> bool:
@@ -671,8 +683,7 @@ class Writer:
         if self._manifest.is_segment_full:
             self._manifest.finish_segment()
         self._count_journal(0)
-        if not self._is_pressed:
-            self._answer()
+        self._answer()
 
     def _count_journal(self, num_rows: int) -> None:
         """Count what the journal takes on the disk; that of rows was set aside with their captures."""
@@ -686,9 +697,9 @@ class Writer:
         self._dirty.clear()
 
     def _answer(self) -> None:
-        for request in self._requests:
+        for request in [request for request in self._requests if self._can_answer(request)]:
             request.done.set()
-        self._requests.clear()
+            self._requests.remove(request)
 
     def _seal(self, shards: Sequence[ShardWriter]) -> None:
         """Seal shards, with the syncs of all together: the first brings most of the others about."""
