@@ -249,6 +249,16 @@ def add_idle(figures: Figures, info: Info) -> None:
     figures.row("idle tick of the clock", "", info["figures"]["tick"], scale=1e6, unit=" µs", digits=1)
 
 
+def add_options(figures: Figures, info: Info) -> None:
+    """Add what keeping less costs."""
+    figures.section(info, f"training step by what is kept, {info['task']}")
+    figures.row("no capture", step(info, "no capture"))
+    for name, ratios in info["time_ratios"].items():
+        if name != "no capture":
+            moved = info["figures"][f"{name}, bytes"]["median"]
+            figures.row(f"{name}", f"{step(info, name)}, {moved / 1e6:.2f} MB a step on disk", ratios["no capture"], of="no capture")
+
+
 def add_call(figures: Figures, info: Info) -> None:
     """Add single small captures."""
     found = info["figures"]
@@ -357,6 +367,7 @@ SECTIONS: dict[str, Callable[[Figures, Info], None]] = {
     "test_larger_step[resnet18]": add_step,
     "test_larger_step[transformer]": add_step,
     "test_idle_step": add_idle,
+    "test_options": add_options,
     "test_call": add_call,
     "test_small_captures": add_many,
     "test_many_captures": add_many,

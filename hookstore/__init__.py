@@ -29,11 +29,13 @@ from hookstore.errors import (
 if TYPE_CHECKING:
     from hookstore.capture import Capture
     from hookstore.captures import Captures, LayerRun
+    from hookstore.gradients import GradientEdit, clip_gradient, reverse_gradient, scale_gradient
     from hookstore.joined import NestedArray, QuantizedArray, SparseArray
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
     from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
+    from hookstore.statistics import Statistics
     from hookstore.values import Arguments, NotStored, PackedSequence, Record
     from hookstore.verification import Fault, Verification, verify
 
@@ -48,6 +50,7 @@ __all__ = [
     "CorruptRunError",
     "Fault",
     "FormatVersionError",
+    "GradientEdit",
     "HookstoreError",
     "LayerRun",
     "MissingCaptureError",
@@ -71,21 +74,27 @@ __all__ = [
     "Samples",
     "SelectionError",
     "SparseArray",
+    "Statistics",
     "UnknownLayerError",
     "UnsupportedModelError",
     "Verification",
     "__version__",
+    "clip_gradient",
     "open",
     "record",
     "recover",
+    "reverse_gradient",
+    "scale_gradient",
     "verify",
 ]
 
 _HOME = {
     "Capture": "hookstore.capture",
+    **dict.fromkeys(("GradientEdit", "clip_gradient", "reverse_gradient", "scale_gradient"), "hookstore.gradients"),
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    "Statistics": "hookstore.statistics",
     **dict.fromkeys(("Arguments", "NotStored", "PackedSequence", "Record"), "hookstore.values"),
     **dict.fromkeys(("NestedArray", "QuantizedArray", "SparseArray"), "hookstore.joined"),
     **dict.fromkeys(("Fault", "Verification", "verify"), "hookstore.verification"),

@@ -5,8 +5,10 @@ A capture that is switched off is never due. One with a condition (``when``) is 
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +49,8 @@ class Take:
         One batch in so many is recorded.
     watchers : tuple of Choice
         The captures whose condition (``when``) is asked about what is taken so.
+    known : dict
+        Kept by the sink: where tensors go that are copied as whole chunks within the host.
     """
 
     number: int
@@ -57,6 +61,7 @@ class Take:
     stats: str
     every: int
     watchers: tuple[Choice, ...] = ()
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
     def text(self) -> str:
@@ -102,12 +107,15 @@ class Due:
         Its position among `Agenda.dues`.
     layers : dict
         What is due of each layer; those of which nothing is are not there.
+    calls : dict
+        Those of them of which something is due that a call shows, and not an optimizer's step.
     of_calls : frozenset of str
-        Layers of which something is due that a call shows, and not an optimizer's step.
+        Their names.
     """
 
     number: int
     layers: Mapping[str, LayerDue]
+    calls: Mapping[str, LayerDue]
     of_calls: frozenset[str]
 
 
@@ -120,8 +128,8 @@ class Choice:
         As the user wrote it.
     name : str
         Its name.
-    layers : list of Layer
-        What it chooses.
+    layers : list of str
+        Names of the layers that it chooses.
     is_on : bool
         Whether it is switched on.
     is_called_for : bool
@@ -132,7 +140,7 @@ class Choice:
 
     __slots__ = ("_codecs", "_portion", "_schedule", "capture", "dtype", "is_called_for", "is_on", "layers", "name", "num_raised")
 
-    def __init__(self, capture: Capture, name: str, layers: list[Layer], portion: Portion | None) -> None:
+    def __init__(self, capture: Capture, name: str, layers: list[str], portion: Portion | None) -> None:
         self.capture = capture
         self.name = name
         self.layers = layers
@@ -185,11 +193,11 @@ class Choice:
         codec = self._codecs["float32"]
         return {
             "name": self.name,
-            "layers": [layer.name for layer in self.layers],
+            "layers": list(self.layers),
             "kinds": list(capture.kinds),
             **self._schedule.describe(),
             "dtype": self.dtype,
-            "codec": codec,
+            "codec": None if codec is None else json.loads(codec),
             "select": "" if self._portion is None else self._portion.text,
             "dims": None if capture.dims is None else list(capture.dims),
             "stats": capture.stats,
@@ -214,8 +222,8 @@ class Agenda:
     ----------
     choices : list of Choice
         The captures with what they choose.
-    layers : list of Layer
-        All layers, in the model's order.
+    names : list of str
+        Names of all layers, in the model's order.
     kinds : tuple of str
         All kinds.
     phases : frozenset of str
@@ -232,10 +240,11 @@ class Agenda:
     """
 
     def __init__(self, captures: Sequence[Capture], models: Mapping[str, nn.Module], *, always_stats: bool = False) -> None:
-        self.choices = _choose(captures, models)
+        self.choices, layers = _choose(captures, models)
         order = {found.names[0]: position for position, found in enumerate(name_modules(models))}
-        layers = {layer.name: layer for choice in self.choices for layer in choice.layers}
-        self.layers = sorted(layers.values(), key=lambda layer: order[layer.name])
+        ordered = sorted(layers, key=lambda layer: order[layer.name])
+        self.names = [layer.name for layer in ordered]
+        self._layers = [(weakref.ref(layer.module), layer.name, layer.aliases, layer.num_names) for layer in ordered]  # a model may go away
         self.kinds = tuple(kind for kind in KINDS if any(kind in choice.capture.kinds for choice in self.choices))
         self.phases = frozenset().union(*(choice.schedule.phases for choice in self.choices))
         self.has_portions = any(choice.portion is not None for choice in self.choices)
@@ -248,6 +257,15 @@ class Agenda:
         self._layers_of: dict[tuple[bool, ...], frozenset[str]] = {}
 
     @property
+    def layers(self) -> list[Layer]:
+        """All layers whose modules are alive, in the model's order."""
+        return [
+            Layer(name, module, aliases, num_names)
+            for reference, name, aliases, num_names in self._layers
+            if (module := reference()) is not None
+        ]
+
+    @property
     def num_epochs(self) -> int | None:
         """Epochs until the last one in which anything is due, where that is known."""
         return _last([choice.schedule.num_epochs for choice in self.choices])
@@ -257,9 +275,14 @@ class Agenda:
         """Batches until the last one in which anything is due, where that is known."""
         return _last([choice.schedule.num_batches for choice in self.choices])
 
+    def forget(self) -> None:
+        """Keep nothing of a recording alive that has ended."""
+        for take in self._takes.values():
+            take.known.clear()
+
     def kinds_of(self, layer: str) -> tuple[str, ...]:
         """Return all kinds that are ever due of a layer."""
-        kinds = {kind for choice in self.choices for chosen in choice.layers if chosen.name == layer for kind in choice.capture.kinds}
+        kinds = {kind for choice in self.choices if layer in choice.layers for kind in choice.capture.kinds}
         return tuple(kind for kind in KINDS if kind in kinds)
 
     def wants(self, phase: str | None, epoch: int, batch: int, step: int | None) -> bool:
@@ -272,7 +295,7 @@ class Agenda:
         found = self._layers_of.get(states)
         if found is None:
             found = self._layers_of[states] = frozenset(
-                layer.name
+                layer
                 for choice, state in zip(self.choices, states, strict=True)
                 if state and not {*choice.capture.kinds}.isdisjoint(_OF_A_CALL)
                 for layer in choice.layers
@@ -304,17 +327,15 @@ class Agenda:
             text = "" if choice.portion is None else choice.portion.text
             for layer in choice.layers if state else ():
                 for kind in choice.capture.kinds:
-                    wanted.setdefault(layer.name, {}).setdefault(kind, {}).setdefault(text, []).append((choice, stats))
+                    wanted.setdefault(layer, {}).setdefault(kind, {}).setdefault(text, []).append((choice, stats))
         layers = {}
-        for layer in self.layers:
-            kinds = wanted.get(layer.name)
+        for layer in self.names:
+            kinds = wanted.get(layer)
             if kinds is not None:
-                takes = {
-                    kind: tuple(self._take(layer.name, kind, same) for same in kinds[kind].values()) for kind in KINDS if kind in kinds
-                }
-                layers[layer.name] = LayerDue(takes)
-        of_calls = frozenset(name for name, due in layers.items() if not due.takes.keys().isdisjoint(_OF_A_CALL))
-        made = Due(len(self.dues), layers, of_calls)
+                takes = {kind: tuple(self._take(layer, kind, same) for same in kinds[kind].values()) for kind in KINDS if kind in kinds}
+                layers[layer] = LayerDue(takes)
+        calls = {name: due for name, due in layers.items() if not due.takes.keys().isdisjoint(_OF_A_CALL)}
+        made = Due(len(self.dues), layers, calls, frozenset(calls))
         self.dues.append(made)
         return made
 
@@ -339,8 +360,9 @@ class Agenda:
         return take
 
 
-def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> list[Choice]:
-    """Find what captures choose; of two functions with one name the later gets a number."""
+def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> tuple[list[Choice], list[Layer]]:
+    """Find what captures choose, and all layers among that; of two functions with one name the later gets a number."""
+    layers: dict[str, Layer] = {}
     names: set[str] = set()
     functions: dict[str, list[Any]] = {}
     choices = []
@@ -356,8 +378,10 @@ def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> lis
                 alike.append(portion.function)
             number = alike.index(portion.function)
             portion = Portion(f"{portion.text[:-2]}~{number}()", function=portion.function) if number else portion
-        choices.append(Choice(capture, name, select_layers(models, capture.layers), portion))
-    return choices
+        chosen = select_layers(models, capture.layers)
+        layers.update((layer.name, layer) for layer in chosen)
+        choices.append(Choice(capture, name, [layer.name for layer in chosen], portion))
+    return choices, list(layers.values())
 
 
 def _check_together(choices: Sequence[Choice]) -> dict[tuple[str, str, str], int]:
@@ -369,7 +393,7 @@ def _check_together(choices: Sequence[Choice]) -> dict[tuple[str, str, str], int
         text = "" if choice.portion is None else choice.portion.text
         for layer in choice.layers:
             for kind in choice.capture.kinds:
-                key = (layer.name, kind, text)
+                key = (layer, kind, text)
                 every[key] = min(every.get(key, choice.schedule.every), choice.schedule.every)
                 other = first.setdefault(key, choice)
                 for option, ours, theirs in (
@@ -378,14 +402,14 @@ def _check_together(choices: Sequence[Choice]) -> dict[tuple[str, str, str], int
                 ):
                     if ours != theirs:
                         raise OptionError(
-                            f"captures: {other.name!r} and {choice.name!r} both choose {kind} of layer {layer.name!r}"
+                            f"captures: {other.name!r} and {choice.name!r} both choose {kind} of layer {layer!r}"
                             f"{f', {text},' if text else ''} with {option} {theirs} and {ours}; what is stored once has one {option}",
                             option=option,
                         )
-                named = dims.setdefault((layer.name, kind), choice)
+                named = dims.setdefault((layer, kind), choice)
                 if tuple(named.capture.dims or ()) != tuple(choice.capture.dims or ()):
                     raise OptionError(
-                        f"captures: {named.name!r} and {choice.name!r} both choose {kind} of layer {layer.name!r}, with dims {named.capture.dims} and "
+                        f"captures: {named.name!r} and {choice.name!r} both choose {kind} of layer {layer!r}, with dims {named.capture.dims} and "
                         f"{choice.capture.dims}; give both the same",
                         option="dims",
                     )

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hookstore.bench import Throughput
 
 _MOST_SHOWN = 50
+_MOST_CAPTURES = 8
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -54,14 +55,29 @@ def info(run: Annotated[Path, typer.Argument(help="directory of a run", show_def
         _print_info(opened.info(), Console())
 
 
+def _describe_capture(capture: dict[str, Any]) -> str:
+    """Describe a capture, of any run, in a line."""
+    codec = capture.get("codec")
+    said = {
+        "every": capture.get("every", "?"),
+        "codec": codec.get("name", "?") if isinstance(codec, dict) else "none",
+        **{name: capture[name] for name in ("epochs", "batches", "steps", "dtype", "select", "stats", "when") if capture.get(name)},
+    }
+    options = ", ".join(f"{name} {_plain(str(value))}" for name, value in said.items())
+    return f"capture {_plain(str(capture['name']))}: {options}" if "name" in capture else options
+
+
 def _print_info(held: hookstore.RunInfo, console: Console) -> None:
     recorded = held.description.get("recorded", {})
     environment = held.description.get("environment", {})
     console.print(f"[bold]{_plain(held.path)}[/] · {held.state} · recorded {_plain(held.description.get('created', '?'))}", soft_wrap=True)
-    console.print(
-        f"model {_plain(held.description.get('model', '?'))}, every {_plain(recorded.get('every', '?'))}, "
-        f"codec {_plain((recorded.get('codec') or {}).get('name', 'none'))}"
-    )
+    captures = recorded.get("captures")
+    listed = [capture for capture in captures if isinstance(capture, dict)] if isinstance(captures, list) else [recorded]
+    console.print(f"model {_plain(held.description.get('model', '?'))}")
+    for capture in listed[:_MOST_CAPTURES]:
+        console.print(_describe_capture(capture), soft_wrap=True)
+    if len(listed) > _MOST_CAPTURES:
+        console.print(f"and {len(listed) - _MOST_CAPTURES} more captures")
     console.print(", ".join(f"{_plain(name)} {_plain(version)}" for name, version in environment.items()))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("layer", "kind", "captures", "gaps", "shape", "dtype", "MB", "epochs", "phases"):

@@ -135,7 +135,7 @@ def discard() -> None:
     """Have compiled everything again when it is called next, since graphs that are there know nothing of hooks that are new."""
     if has_compiled():
         _log.warning(
-            "hookstore: torch._dynamo.reset() is called, since graphs compiled before a recording know nothing of it; they are compiled again"
+            "hookstore: torch._dynamo.reset() is called, since graphs that are compiled know nothing of hooks that came or went later; they are compiled again"
         )
         torch._dynamo.reset()
         meet_compiler()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hookstore.statistics import LARGEST, SMALLEST, Parts, Records, of_parts
+from hookstore.statistics import LARGEST, SMALLEST, Records, Sums, of_sums
 
 _PIECE = 2**22  # elements: 32 MiB of float64
 
@@ -36,13 +36,11 @@ def compute(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     if tensor.numel() == 0:
-        return torch.zeros(len(Parts._fields), dtype=torch.float64, device=tensor.device)
+        return torch.zeros(len(Sums._fields), dtype=torch.float64, device=tensor.device)
     scale = _scale(tensor) if tensor.dtype in (torch.float64, torch.complex128) else None
-    parts = torch.stack([_parts_of(_numbers(piece), scale) for piece in _pieces(tensor)])
-    joined = parts[0] if len(parts) == 1 else _joined(parts)
-    if scale is not None:
-        joined[6:] /= scale  # shift, residual and spread
-    return joined
+    parts = [_parts_of(_numbers(piece), scale) for piece in _pieces(tensor)]
+    *counts_and_ends, shift, residual, variance = parts[0] if len(parts) == 1 else _joined(parts)
+    return torch.stack([*counts_and_ends, shift + residual, variance, torch.ones_like(variance) if scale is None else scale])
 
 
 def to_records(vectors: npt.NDArray[np.float64]) -> Records:
@@ -58,7 +56,7 @@ def to_records(vectors: npt.NDArray[np.float64]) -> Records:
     numpy.ndarray
         [num_tensors] of ``STATISTICS_DTYPE``.
     """
-    return of_parts(Parts(*vectors.T))
+    return of_sums(Sums._make(vectors.T))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -89,8 +87,8 @@ def _scale(tensor: torch.Tensor) -> torch.Tensor:
     return torch.exp2(-exponents).masked_fill_(~is_extreme, 1.0)
 
 
-def _parts_of(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Compute the parts of a piece, the last three of its numbers times the scale, and leave nothing sensible in ``values``.
+def _parts_of(values: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+    """Compute the parts of a piece, as `hookstore.statistics` does, and leave nothing sensible in ``values``.
 
     Every operation is a launch that the training thread makes: there are no more than needed.
     """
@@ -107,19 +105,17 @@ def _parts_of(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     shift = values.sum() / divisor
     values.sub_(shift).masked_fill_(gaps, 0.0)
     residual = values.sum() / divisor
-    squares = values.square_().sum() - num * residual * residual
-    return torch.stack(
-        [num, num_nan, values.numel() - num - num_nan, num_zeros, lowest, highest, shift, residual, squares.clamp(min=0).sqrt()]
-    )
+    variance = (values.square_().sum() / divisor - residual * residual).clamp(min=0)
+    return [num, num_nan, values.numel() - num - num_nan, num_zeros, lowest, highest, shift, residual, variance]
 
 
-def _joined(pieces: torch.Tensor) -> torch.Tensor:
-    """Make one of the parts of a tensor's pieces, [num_pieces, 9]."""
-    num, num_nan, num_inf, num_zeros, lowest, highest, shift, residual, spread = pieces.unbind(1)
+def _joined(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Make one of the parts of a tensor's pieces."""
+    num, num_nan, num_inf, num_zeros, lowest, highest, shifts, residuals, variances = map(torch.stack, zip(*parts, strict=True))
     total = num.sum()
     divisor = total.clamp(min=1)
-    center = (num * shift).sum() / divisor
-    distances = (shift - center) + residual
-    rest = (num * distances).sum() / divisor
-    squares = (spread.square() + num * (distances - rest).square()).sum()
-    return torch.stack([total, num_nan.sum(), num_inf.sum(), num_zeros.sum(), lowest.amin(), highest.amax(), center, rest, squares.sqrt()])
+    shift = (num * shifts).sum() / divisor
+    distances = (shifts - shift) + residuals
+    residual = (num * distances).sum() / divisor
+    variance = (num * (variances + (distances - residual).square())).sum() / divisor
+    return [total, num_nan.sum(), num_inf.sum(), num_zeros.sum(), lowest.amin(), highest.amax(), shift, residual, variance]

@@ -3,7 +3,7 @@
 ::
 
     HookstoreError
-    ├── OptionError           (ValueError)          an argument of record() that cannot be used
+    ├── OptionError           (ValueError)          an argument that cannot be used
     │   ├── SelectionError                          layers that match nothing, or only what is never called
     │   └── ClockError                              coordinates that are negative, not whole, or out of turn
     ├── UnsupportedModelError (TypeError)           a model or device that cannot be hooked
@@ -17,7 +17,7 @@
     ├── MissingCaptureError   (KeyError)            a capture that the run does not have
     └── CorruptRunError       (OSError)             bytes that do not match their checksum, or nonsense in a manifest
 
-    CaptureWarning            (UserWarning)         something was not captured (the manifest has a row that says why), or more than once
+    CaptureWarning            (UserWarning)         something was not captured (the manifest has a row that says why), or more than once, or has no effect
 
 A failure of the writer (a full disk, say) is none of these: it reaches the training loop as the original exception.
 """

@@ -156,8 +156,8 @@ class LayerHooks:
         sink = self.sink
         clock = sink.clock
         coordinates = clock.here() if sink.is_active and not is_traced() else None
-        due = coordinates.due if coordinates is not None else None
-        if coordinates is None or due is None or self.name not in due.of_calls or _graph_task() != -1:
+        due = coordinates.due.calls.get(self.name) if coordinates is not None and coordinates.due is not None else None
+        if coordinates is None or due is None or _graph_task() != -1:
             stack.append(None)  # (in a backward activation checkpointing computes it again)
             return None
         if stack and (stack[-1] is None or stack[-1].coordinates is not coordinates):
@@ -168,7 +168,7 @@ class LayerHooks:
         self.was_called = True
         # (next is atomic: replicas of a module run on several threads)
         call = tuple.__new__(  # half the time of Call(…)
-            Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan, due.layers[self.name])
+            Call, (coordinates, next(counter), clock.step, _sequence_nr(), 0, math.nan, due)
         )
         stack.append(call)
         return call

@@ -52,6 +52,7 @@ from hookstore.format import (
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
+from hookstore.models import check_models, is_compiled
 from hookstore.operators import why_none
 from hookstore.portion import Select
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
@@ -59,7 +60,7 @@ from hookstore.schedule import Budget, When
 from hookstore.schema import schema_with
 from hookstore.selection import Layer, LayerPattern
 from hookstore.signals import FlushOnSigterm, OnSignal, check_can_be_handled, check_main_thread
-from hookstore.sink import Sink
+from hookstore.sink import StagingSink
 from hookstore.staging import Stager
 from hookstore.triggers import NonFinite, Raised, Signalled, Trigger, check_when, describe
 from hookstore.wrappers import type_name, unwrap
@@ -352,7 +353,7 @@ class Recorder:
             last=last,
             triggers=triggers,
         )
-        self._sink = Sink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
+        self._sink = StagingSink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
         self._hooks = ModelHooks(models, self._sink)
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
@@ -732,43 +733,15 @@ def _rank_of_process() -> tuple[int, int]:
 
 def _check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the models by name, one alone under the empty name, if they can be recorded."""
-    if not isinstance(given, Mapping):
-        _check_model(given)
-        return {"": given}
-    if not given:
-        raise OptionError(
-            "model: expected a module, or at least one in a mapping from names to modules, got an empty mapping", option="model"
-        )
-    for name, model in given.items():
-        if not isinstance(name, str) or not name or "." in name:
-            raise OptionError(
-                f"model: expected names without dots in the mapping of modules, such as 'generator', got {name!r}", option="model"
-            )
-        if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(f"model {name!r}: expected a torch.nn.Module, got a {type(model).__name__}")
-        _check_model(model)
-    return dict(given)
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"expected a torch.nn.Module, got a {type(model).__name__}")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise UnsupportedModelError(
-                f"module {name!r} is a DataParallel over {len(module.device_ids)} devices: each batch runs on copies of the model that are thrown away, in "
-                "threads, and which copy had which samples is not known; use DistributedDataParallel, or record the model inside on one device"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
-                f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
-            )
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            obstacle = why_none()
+    models = check_models(given)
+    for model in models.values():
+        for name, module in model.named_modules():
+            obstacle = why_none() if is_compiled(module) else None
             if obstacle is not None:
                 raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
-    for parameter in model.parameters():
-        check_device(parameter.device)
+        for parameter in model.parameters():
+            check_device(parameter.device)
+    return models
 
 
 # The run's directory ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hookstore.clock import Clock, Coordinates
 from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.files import DiskBudgetSpent
 from hookstore.format import SCALED_KINDS
-from hookstore.layout import Array, Call, Draft
+from hookstore.layout import Call, Draft
 from hookstore.nested import Other
 from hookstore.parts import Apart, take_apart
 from hookstore.staging import Stager
@@ -34,7 +34,60 @@ _MOST_DIMS = 61  # NumPy and Zarr have 64, and an array has up to three before t
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.parameter.Buffer)
 
 
-class Sink:
+class Sink(Protocol):
+    """Where the hooks hand over what they see.
+
+    Attributes
+    ----------
+    is_active : bool
+        Whether it takes anything.
+    is_live : bool
+        Whether it keeps tensors as they are, with the graph behind them: of such nothing is detached on the way.
+    scaler : torch.amp.GradScaler or None
+        What the loss is scaled by.
+    clock : Clock
+        Where training stands.
+    """
+
+    is_active: bool
+    is_live: bool
+    scaler: torch.amp.GradScaler | None
+    clock: Clock
+
+    def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
+        """Take one tensor, or note why it cannot be taken."""
+
+    def structure(self, text: str) -> int:
+        """Return the number that a call carries for the structure of its value."""
+
+    def skip_value(
+        self,
+        layer: str,
+        kind: str,
+        call: Call,
+        reason: str,
+        *,
+        leaf: str = "",
+        backward: int = 0,
+        topic: str | None = None,
+        take: Take = WHOLE,
+    ) -> None:
+        """Note that a value, or one leaf of it, cannot be taken."""
+
+    def skip_other(self, layer: str, kind: str, call: Call, other: Other) -> None:
+        """Note that something inside a value is no tensor."""
+
+    def skip_layers(self, reasons: dict[str, str], kinds: Mapping[str, Sequence[str]], here: Coordinates, step: int) -> None:
+        """Note gaps of whole layers in a batch."""
+
+    def skip_unforeseen(self, coordinates: Coordinates) -> None:
+        """Note that a batch began inside a compiled graph that was not to be watched."""
+
+    def cut_short(self, here: Coordinates, reason: str) -> None:
+        """Note that a forward was broken off."""
+
+
+class StagingSink:
     """Takes tensors from the hooks and stages them, until it is turned off.
 
     Parameters
@@ -51,31 +104,62 @@ class Sink:
 
     def __init__(self, stager: Stager, clock: Clock, *, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None) -> None:
         self.is_active = True
+        self.is_live = False
         self.scaler = scaler
         self.clock = clock
         self._stager = stager
-        self._known: dict[tuple[object, ...], Array] = {}  # where tensors go that are copied as whole chunks within the host
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
         self._cut_short: Coordinates | None = None
         self.on_raised: Callable[[Coordinates, str], None] = lambda _where, _reason: None
 
-    def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
+    def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:  # noqa: C901, PLR0912  # calls cost
         """Stage one tensor in the forms that are due, or note why it cannot be."""
         due = call.due
-        if not self.is_active or due is None or kind not in due.takes:
+        if not self.is_active or due is None:
+            return
+        takes = due.takes.get(kind)
+        if takes is None:
             return
         if self._stager.messages:
             self.tell()
         if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
             call = call._replace(scale=_scale_of(self.scaler))
-        for take in due.takes[kind]:
-            if take.portion is None:
-                self.put_as(take, layer, kind, leaf, tensor, call, backward)
-            else:
-                part = self._part_of(tensor, take, layer, kind, leaf, call, backward)
-                if part is not None:
-                    self.put_as(take, layer, kind, leaf, part, call, backward)
+        whole = tensor
+        for take in takes:
+            if take.portion is not None:
+                part = self._part_of(whole, take, layer, kind, leaf, call, backward)
+                if part is None:
+                    continue
+                tensor = part
+            key: tuple[object, ...] | None = None
+            array = None
+            try:
+                key = (
+                    layer,
+                    kind,
+                    leaf,
+                    call.coordinates.phase,
+                    call.number > 0,
+                    tensor.dtype,
+                    tensor.shape,
+                    _dispatch_keys(tensor).raw_repr(),
+                )
+                array = take.known.get(key)
+            except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
+                pass
+            if array is not None and type(tensor) in _PLAIN_TYPES:
+                try:
+                    if array.is_small and tensor.is_contiguous():
+                        if self._stager.stage_small(array, call, backward, tensor):
+                            continue
+                    elif _transform() is None and self._stager.stage_whole(array, call, backward, tensor.detach()):
+                        continue
+                except BaseException as error:
+                    where = (*call[:2], backward, call.step)
+                    self._failed(error, Draft(layer, kind, leaf, array.spec.dtype, *where, array.spec.chunk_shape, 0))
+                    continue
+            self.put_as(take, layer, kind, leaf, tensor, call, backward, key)
 
     def tell(self) -> None:
         """Warn of what the writer has found, on a thread that trains."""
@@ -107,35 +191,20 @@ class Sink:
         self.skip_value(layer, kind, call, reason, leaf=leaf, backward=backward, take=take)
         return None
 
-    def put_as(self, take: Take, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
-        """Stage one tensor, or a part of one, in a certain form, or note why it cannot be."""
-        key: tuple[object, ...] | None = None
-        array = None
-        try:
-            key = (
-                take.number,
-                layer,
-                kind,
-                leaf,
-                call.coordinates.phase,
-                call.number > 0,
-                tensor.dtype,
-                tensor.shape,
-                _dispatch_keys(tensor).raw_repr(),
-            )
-            array = self._known.get(key)
-        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
-            pass
-        if array is not None and type(tensor) in _PLAIN_TYPES:
-            try:
-                if array.is_small and tensor.is_contiguous():
-                    if self._stager.stage_small(array, call, backward, tensor):
-                        return
-                elif _transform() is None and self._stager.stage_whole(array, call, backward, tensor.detach()):
-                    return
-            except BaseException as error:
-                self._failed(error, Draft(layer, kind, leaf, array.spec.dtype, *call[:2], backward, call.step, array.spec.chunk_shape, 0))
-                return
+    def put_as(
+        self,
+        take: Take,
+        layer: str,
+        kind: str,
+        leaf: str,
+        tensor: torch.Tensor,
+        call: Call,
+        backward: int = 0,
+        key: tuple[object, ...] | None = None,
+    ) -> None:
+        """Stage one tensor, or a part of one, in a certain form, or note why it cannot be; under a key it may be known from then on."""
+        if not self.is_active:
+            return
         reason = why_not(tensor)
         apart, reason = (None, None) if reason is None else _apart_or_why(tensor, reason)
         if apart is not None:
@@ -144,7 +213,7 @@ class Sink:
         capture = self._put_slowly(take, layer, kind, leaf, tensor, call, backward, reason, take.stored.get(tensor.dtype, ""))
         if key is not None and self._is_whole(capture, tensor):
             assert capture.array is not None
-            self._known[key] = capture.array
+            take.known[key] = capture.array
 
     def _put_parts(self, take: Take, layer: str, kind: str, leaf: str, apart: Apart, call: Call, backward: int) -> None:
         """Stage the parts of a tensor, each under its name behind the tensor's leaf path."""
@@ -186,7 +255,7 @@ class Sink:
         messages = [*self._stager.messages]
         self.on_raised = lambda _where, _reason: None
         self._stager = cast("Stager", _ClosedStager())
-        self._known.clear()
+        self.clock.agenda.forget()
         self._scaler = None
         return messages
 

@@ -32,7 +32,7 @@ from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.files import DiskBudget, DiskBudgetSpent
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, SUMMARIZED, align
 from hookstore.layout import Array, ArrayCatalog, Call, Draft
-from hookstore.statistics import STATISTICS_DTYPE, as_numbers, of_rows
+from hookstore.statistics import STATISTICS_DTYPE, Sums, as_numbers, of_rows
 
 NOTE = struct.Struct("<5qiIIIfI")
 NOTE_DTYPE = np.dtype(
@@ -59,7 +59,9 @@ the loss scale (NaN for none), and whether its statistics were computed where th
 
 MOST_STRUCTURE_CHARS = 64 << 20
 _SCALE_OFFSET = NOTE.size - 8
-_STATISTICS_BYTES = 8 * len(STATISTICS_DTYPE.names or ())
+_NUM_STATISTICS = len(STATISTICS_DTYPE.names or ())
+_STATISTICS_BYTES = 8 * _NUM_STATISTICS
+_NOT_FINITE = [Sums._fields.index("nan"), Sums._fields.index("inf")]
 
 _HAS_STATISTICS = struct.Struct("<I")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -1076,20 +1078,26 @@ def region_statistics(region: Region, slots: np.ndarray[Any, Any], notes: np.nda
     memory : memoryview
         The arena.
     """
+    came = notes["has_statistics"] != 0
+    found = np.empty(len(slots), dtype=STATISTICS_DTYPE)
+    if came.any():
+        count = region.reserved * _NUM_STATISTICS
+        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
+        found[came] = to_records(vectors[slots[came]])
+    if not came.all():
+        found[~came] = _statistics_of_bytes(region, slots[~came], memory)
+    return found
+
+
+def _statistics_of_bytes(region: Region, slots: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
+    """Return statistics of the tensors in some slots; of all at once where none is padded."""
     array = region.array
-    if notes["has_statistics"].all():
-        vectors = np.frombuffer(memory, dtype="<f8", count=region.reserved * 9, offset=region.statistics_offset).reshape(-1, 9)
-        return to_records(vectors[slots])
-    spec = array.spec
     chunks = _chunks_of(region, memory)
+    dtype, chunk_shape = array.spec.dtype, array.spec.chunk_shape
     if len(slots) == region.reserved and not region.shapes:
-        return of_rows(as_numbers(chunks, spec.dtype))
-    return np.concatenate(
-        [
-            of_rows(as_numbers(_true_part(chunks[slot], spec.chunk_shape, region.shapes.get(slot, spec.chunk_shape)), spec.dtype))
-            for slot in slots.tolist()
-        ]
-    )
+        return of_rows(as_numbers(chunks, dtype))
+    parts = [_true_part(chunks[slot], chunk_shape, region.shapes.get(slot, chunk_shape)) for slot in slots.tolist()]
+    return np.concatenate([of_rows(as_numbers(part, dtype)) for part in parts])
 
 
 def _chunks_of(region: Region, memory: memoryview) -> np.ndarray[Any, Any]:
@@ -1107,10 +1115,12 @@ def is_surely_finite(region: Region, slots: np.ndarray[Any, Any], notes: np.ndar
     A sum has such elements in it, whatever else it adds up.
     """
     array = region.array
-    if notes["has_statistics"].all():
-        vectors = np.frombuffer(memory, dtype="<f8", count=region.reserved * 9, offset=region.statistics_offset).reshape(-1, 9)
-        return not vectors[slots, 1:3].any()
-    if len(slots) < region.reserved or region.shapes:
+    came = notes["has_statistics"] != 0
+    if came.all():
+        count = region.reserved * _NUM_STATISTICS
+        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
+        return not vectors[slots][:, _NOT_FINITE].any()
+    if came.any() or len(slots) < region.reserved or region.shapes:
         return False
     numbers = as_numbers(_chunks_of(region, memory), array.spec.dtype)
     if numbers.dtype.kind in "biu":

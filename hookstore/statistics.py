@@ -29,8 +29,8 @@ Floats = npt.NDArray[np.float64]
 Records = np.ndarray  # of STATISTICS_DTYPE
 
 
-class Parts(NamedTuple):
-    """What statistics are made of: float64, an array or a number each. What counts nothing finite has zeros in all but ``min`` and ``max``."""
+class Sums(NamedTuple):
+    """What statistics of tensors are made of: float64, a number for each tensor. All are 0 of an empty one."""
 
     num: Floats  # finite elements
     nan: Floats
@@ -38,9 +38,23 @@ class Parts(NamedTuple):
     zeros: Floats
     min: Floats
     max: Floats
-    shift: Floats  # shift + residual is the mean; the two hold more digits than one number has
+    mean: Floats  # times the scale, as is the variance
+    variance: Floats
+    scale: Floats  # a power of 2, where squares would leave float64 without
+
+
+class _Parts(NamedTuple):
+    """What is known of parts of tensors. The mean is shift + residual: two numbers hold more digits than one."""
+
+    num: Floats
+    nan: Floats
+    inf: Floats
+    zeros: Floats
+    min: Floats
+    max: Floats
+    shift: Floats
     residual: Floats
-    spread: Floats  # √(Σ(x - mean)²)
+    variance: Floats
 
 
 class Statistics(NamedTuple):
@@ -60,7 +74,7 @@ class Statistics(NamedTuple):
     absmax : float or None
         Greatest |x|, exact likewise.
     l2 : float
-        √(Σx²); 0 where there is no x. Error at most 1e-12 of it. Infinite only where it exceeds float64.
+        √(Σx²); 0 where there is no x. Error at most 1e-12 of it; infinite where it exceeds float64, give or take that.
     zeros : float or None
         Share of elements that equal 0 among all, those that are not finite included; ``None`` for an empty tensor.
     nan, inf : int
@@ -122,14 +136,14 @@ def of_rows(rows: Array) -> Records:
         raise OptionError(f"rows: expected an array of two dimensions, a row for each tensor, got shape {rows.shape}", option="rows")
     num_rows, num_elements = rows.shape
     if num_elements == 0:
-        return of_parts(Parts._make(np.zeros((len(Parts._fields), num_rows))))
+        return of_sums(Sums._make(np.zeros((len(Sums._fields), num_rows))))
     records = np.empty(num_rows, STATISTICS_DTYPE)
     step = max(_BLOCK // num_elements, 1)
     with np.errstate(all="ignore"):
         for start in range(0, num_rows, step):
             block = rows[start : start + step]
             parts = _of_block if num_elements <= _BLOCK else _of_long
-            records[start : start + step] = of_parts(_unscaled(functools.partial(parts, block)))
+            records[start : start + step] = of_sums(_sums(functools.partial(parts, block)))
     return records
 
 
@@ -155,24 +169,21 @@ def of_tensor(array: Array) -> np.void:
         return cast("np.void", of_rows(array.reshape(1, -1))[0])
     _check_numbers(array, "array")
     with np.errstate(all="ignore"):
-        return cast("np.void", of_parts(_unscaled(functools.partial(_of_long, array)))[0])
+        return cast("np.void", of_sums(_sums(functools.partial(_of_long, array)))[0])
 
 
-def of_parts(parts: Parts) -> Records:
-    """Make statistics of what is known of whole tensors, of which there are any number."""
-    records = np.empty(len(parts.num), STATISTICS_DTYPE)
+def of_sums(sums: Sums) -> Records:
+    """Make statistics of the sums over whole tensors, [num_tensors] each."""
+    records = np.empty(len(sums.num), STATISTICS_DTYPE)
     with np.errstate(all="ignore"):
-        is_defined = parts.num > 0
-        mean = np.where(is_defined, parts.shift + parts.residual, np.nan)
-        lowest, highest = np.where(is_defined, parts.min, np.nan), np.where(is_defined, parts.max, np.nan)
-        root = np.sqrt(parts.num)
-        records["mean"] = mean
-        records["std"] = np.where(lowest == highest, 0.0, parts.spread / root)
+        num, lowest, highest = (np.where(sums.num > 0, numbers, np.nan) for numbers in (sums.num, sums.min, sums.max))
+        records["mean"] = np.minimum(np.maximum(sums.mean / sums.scale, lowest), highest)
+        records["std"] = np.where(sums.num > 0, np.sqrt(sums.variance) / sums.scale, np.nan)
         records["min"], records["max"] = lowest, highest
         records["absmax"] = np.maximum(-lowest, highest)
-        records["l2"] = np.where(is_defined, np.hypot(parts.spread, root * mean), 0.0)
-        records["zeros"] = parts.zeros / (parts.num + parts.nan + parts.inf)  # NaN of an empty tensor
-        records["nan"], records["inf"] = parts.nan, parts.inf
+        records["l2"] = np.where(sums.num > 0, np.sqrt(num * (sums.variance + sums.mean * sums.mean)) / sums.scale, 0.0)
+        records["zeros"] = sums.zeros / (sums.num + sums.nan + sums.inf)  # NaN of an empty tensor
+        records["nan"], records["inf"] = sums.nan, sums.inf
     return records
 
 
@@ -232,8 +243,9 @@ def as_numbers(bits: Array, dtype_name: str) -> Array:
 def _of_complex32(bits: Array) -> Array:
     words = bits.view(np.uint32)
     numbers = np.empty(bits.shape, np.complex64)
-    numbers.real = words.astype(np.uint16).view(np.float16)  # the lower half comes first in memory
-    numbers.imag = (words >> np.uint32(16)).astype(np.uint16).view(np.float16)
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        numbers.real = words.astype(np.uint16).view(np.float16)  # the lower half comes first in memory
+        numbers.imag = (words >> np.uint32(16)).astype(np.uint16).view(np.float16)
     return numbers
 
 
@@ -242,27 +254,26 @@ def _check_numbers(array: Array, name: str) -> None:
         raise OptionError(f"{name}: expected bool, integers, floats or complex numbers, got dtype {array.dtype}", option=name)
 
 
-def _unscaled(parts_at: Callable[[Floats | None], Parts]) -> Parts:
-    """Compute parts of tensors; of those with numbers so large or small that their squares leave float64 with numbers scaled by powers of 2."""
+def _sums(parts_at: Callable[[Floats | None], _Parts]) -> Sums:
+    """Compute sums over tensors, and once more with a scale where there are numbers so large or small that their squares leave float64."""
     parts = parts_at(None)
     absmax = np.maximum(-parts.min, parts.max)
     is_extreme = (parts.num > 0) & ((absmax > LARGEST) | ((absmax < SMALLEST) & (absmax > 0)))
     if not is_extreme.any():
-        return parts
-    exponents = np.where(is_extreme, np.clip(np.frexp(absmax)[1], -1000, 1000), 0)
-    scales = np.ldexp(1.0, -exponents)
-    scaled = parts_at(scales)  # the least and the zeros are not those of the tensor where the smallest are lost
-    return parts._replace(shift=scaled.shift / scales, residual=scaled.residual / scales, spread=scaled.spread / scales)
+        return Sums(*parts[:6], parts.shift + parts.residual, parts.variance, np.ones(len(absmax)))
+    scales = np.ldexp(1.0, np.where(is_extreme, -np.clip(np.frexp(absmax)[1], -1000, 1000), 0))
+    scaled = parts_at(scales)  # its least and its zeros are not those of the tensor where the smallest are lost
+    return Sums(*parts[:6], scaled.shift + scaled.residual, scaled.variance, scales)
 
 
-def _of_block(rows: Array, scales: Floats | None) -> Parts:
+def _of_block(rows: Array, scales: Floats | None) -> _Parts:
     """Compute the parts of rows that fit in a block together."""
     values = _buffer(*rows.shape)
     _load(rows, values, scales)
     return _parts_of(values)
 
 
-def _of_long(array: Array, scales: Floats | None) -> Parts:
+def _of_long(array: Array, scales: Floats | None) -> _Parts:
     """Compute the parts of a tensor that is longer than a block."""
     values = _buffer(1, _BLOCK)
     found = []
@@ -270,20 +281,20 @@ def _of_long(array: Array, scales: Floats | None) -> Parts:
         block = values[:, : piece.size]
         _load(piece[None], block, scales)
         found.append(_parts_of(block))
-    return _joined(Parts._make(map(np.concatenate, zip(*found, strict=True))))
+    return _joined(_Parts._make(map(np.concatenate, zip(*found, strict=True))))
 
 
-def _joined(parts: Parts) -> Parts:
+def _joined(parts: _Parts) -> _Parts:
     """Make one of the parts of one tensor."""
     num = parts.num.sum(keepdims=True)
     divisor = np.maximum(num, 1)
     shift = np.sum(parts.num * parts.shift) / divisor
     distances = (parts.shift - shift) + parts.residual
     residual = np.sum(parts.num * distances) / divisor
-    squares = np.sum(parts.spread**2 + parts.num * (distances - residual) ** 2, keepdims=True)
+    variance = np.sum(parts.num * (parts.variance + (distances - residual) ** 2)) / divisor
     num_nan, num_inf, num_zeros = (count.sum(keepdims=True) for count in (parts.nan, parts.inf, parts.zeros))
     lowest, highest = parts.min.min(keepdims=True), parts.max.max(keepdims=True)
-    return Parts(num, num_nan, num_inf, num_zeros, lowest, highest, shift, residual, np.sqrt(squares))
+    return _Parts(num, num_nan, num_inf, num_zeros, lowest, highest, shift, residual, variance)
 
 
 def _buffer(num_rows: int, num_elements: int) -> Floats:
@@ -323,7 +334,7 @@ def _table(dtype: np.dtype[np.generic]) -> Floats:
     return numbers
 
 
-def _parts_of(values: Floats) -> Parts:
+def _parts_of(values: Floats) -> _Parts:
     """Compute what is known of each row, and leave nothing sensible in ``values``."""
     num = np.full(len(values), float(values.shape[1]))
     num_nan = num_inf = np.zeros(len(values))
@@ -342,8 +353,8 @@ def _parts_of(values: Floats) -> Parts:
     if gaps is not None:
         np.copyto(values, 0.0, where=gaps)
     residual = values.sum(axis=-1) / divisor
-    squares = np.einsum("ij,ij->i", values, values) - num * residual * residual
-    return Parts(num, num_nan, num_inf, num_zeros, lowest, highest, shift, residual, np.sqrt(np.maximum(squares, 0.0)))
+    variance = np.einsum("ij,ij->i", values, values) / divisor - residual * residual
+    return _Parts(num, num_nan, num_inf, num_zeros, lowest, highest, shift, residual, np.maximum(variance, 0.0))
 
 
 def _close_gaps(values: Floats, gaps: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -245,7 +245,7 @@ MUTANTS = [
         ("recorded",),
         (
             of_writer(
-                "_write_region", "if region.array.stats == ONLY:", "self._stager.release(region)\n    if region.array.stats == ONLY:"
+                "_write_region", "shard: ShardWriter | None = None", "self._stager.release(region)\n    shard: ShardWriter | None = None"
             ),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),

@@ -19,6 +19,7 @@ from hookstore.format import (
     MANIFEST_COLUMNS,
     MAX_SHARD_ENTRIES,
     PHASES,
+    PORTION_COLUMN,
     SHARD_TARGET_BYTES,
     ArraySpec,
     Row,
@@ -518,7 +519,7 @@ def test_names_of_segments_and_parts_are_pinned() -> None:
 
 
 def test_rows_and_columns_agree() -> None:
-    assert Row._fields == tuple(name for name, _, _ in MANIFEST_COLUMNS)
+    assert Row._fields == (*(name for name, _, _ in MANIFEST_COLUMNS), PORTION_COLUMN[0], "statistics")
     assert len(set(Row._fields)) == len(Row._fields)
 
 

@@ -136,7 +136,7 @@ def test_rows_come_back(convert: Callable[[pa.RecordBatch], pa.RecordBatch]) -> 
     assert batch.schema == SCHEMA
     for row, found in zip(AWKWARD_ROWS, batch.to_pylist(), strict=True):
         found["wall_time"] = round(found["wall_time"].timestamp() * 1e6)
-        assert found == {**row._asdict(), "shape": list(row.shape)}
+        assert found == {**dict(list(row._asdict().items())[: len(SCHEMA)]), "shape": list(row.shape)}
 
 
 def test_rows_come_back_through_journal_and_part(run: Path) -> None:

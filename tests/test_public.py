@@ -28,8 +28,10 @@ def test_public_names_are_pinned():
         *errors.__all__,
         *(
             "Arguments",
+            "Capture",
             "Captures",
             "Fault",
+            "GradientEdit",
             "LayerRun",
             "NestedArray",
             "NotStored",
@@ -44,9 +46,10 @@ def test_public_names_are_pinned():
             "RunInfo",
             "Samples",
             "SparseArray",
+            "Statistics",
             "Verification",
         ),
-        *("__version__", "open", "record", "recover", "verify"),
+        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "reverse_gradient", "scale_gradient"),
     }
     for name in hookstore.__all__:
         assert getattr(hookstore, name) is not None
@@ -59,14 +62,19 @@ def test_signatures_are_pinned():
     assert list(parameters) == [
         "model",
         "path",
+        "captures",
         "layers",
         "kinds",
         "every",
         "epochs",
         "batches",
+        "steps",
         "phases",
         "dtype",
         "codec",
+        "select",
+        "dims",
+        "stats",
         "mode",
         "buffer_bytes",
         "on_full",
@@ -78,7 +86,7 @@ def test_signatures_are_pinned():
     ]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
     public = {
-        hookstore.Recorder: {"at", "batches", "close", "flush", "progress"},
+        hookstore.Recorder: {"at", "batches", "captures", "close", "flush", "paused", "phase", "progress", "switch"},
         hookstore.Run: {
             "attempts",
             "batches",
@@ -95,6 +103,7 @@ def test_signatures_are_pinned():
         hookstore.LayerRun: {"activation", "gradient", "input", "input_gradient", "kinds", "parameter", "parameter_gradient"},
         hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
         hookstore.Samples: {"where"},
+        hookstore.GradientEdit: {"remove"},
     }
     for kind, names in public.items():
         assert {name for name in vars(kind) if not name.startswith("_")} == names
@@ -121,10 +130,25 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "structure", "files", "wrappers", "selection", "schedule", "layout", "device", "staging"),
+    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "selection", "portion", "codecs"),
+    *("schedule", "capture", "agenda", "clock", "layout", "device", "staging"),
     *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
-    *("operators", "compiler", "compiled", "hooks", "uncalled", "swaps", "fastpath", "around", "attach"),
-    *("codecs", "lock", "metadata", "shards", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
+    *(
+        "operators",
+        "compiler",
+        "compiled",
+        "hooks",
+        "containers",
+        "standins",
+        "edits",
+        "gradients",
+        "uncalled",
+        "swaps",
+        "fastpath",
+        "around",
+        "attach",
+    ),
+    *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
     *("rows", "samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
 )
 
@@ -151,7 +175,20 @@ def test_imports_follow_the_flow_of_data(module):
     allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
     if module in ("rows", "samples", "values", "joined", "assembly", "captures", "run"):  # the reading side
         allowed &= {
-            *("errors", "format", "structure", "codecs", "files", "lock", "metadata", "shards", "manifest"),
+            *(
+                "errors",
+                "format",
+                "structure",
+                "statistics",
+                "portion",
+                "codecs",
+                "files",
+                "lock",
+                "metadata",
+                "shards",
+                "schema",
+                "manifest",
+            ),
             *("rows", "samples", "values", "joined", "assembly", "captures"),
         }
     assert imports_of(module) <= allowed
@@ -163,7 +200,7 @@ def test_imports_follow_the_flow_of_data(module):
     [
         ("crc32c", {"staging", "shards", "manifest", "writer"}),
         ("numcodecs", {"codecs"}),
-        ("pyarrow", {"manifest", "recovery", "captures", "rows", "run", "verification"}),
+        ("pyarrow", {"schema", "manifest", "recovery", "captures", "rows", "run", "verification"}),
         ("rich", {"cli", "demo"}),
         ("typer", {"cli", "demo"}),
         ("zarr", {"arrays", "demo"}),

@@ -132,11 +132,27 @@ def test_run_json_says_what_was_recorded(path):
     assert [layer["name"] for layer in description["layers"]] == ["0", "1"]
     assert description["recorded"] == {
         "kinds": ["activation", "gradient"],
-        "every": 5,
         "phases": ["train"],
-        "dtype": "float16",
         "max_slowdown": None,
-        "codec": {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
+        "captures": [
+            {
+                "name": "0",
+                "layers": ["0", "1"],
+                "kinds": ["activation", "gradient"],
+                "every": 5,
+                "epochs": None,
+                "batches": None,
+                "steps": None,
+                "phases": ["train"],
+                "dtype": "float16",
+                "codec": {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
+                "select": "",
+                "dims": None,
+                "stats": False,
+                "when": None,
+                "hold": 1,
+            }
+        ],
     }
     assert description["environment"]["torch"] == torch.__version__
 

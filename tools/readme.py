@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hookstore import format as spec
 from hookstore import structure
+from hookstore.portion import token_of
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- disk format: written by tools/readme.py from hookstore/format.py -->", "<!-- end of disk format -->"
@@ -40,6 +41,7 @@ def rules() -> str:
         for name in (
             spec.array_name("activation"),
             spec.array_name("activation", phase="eval"),
+            spec.array_name("activation", portion=token_of("sample[:8]")),
             spec.array_name("parameter", leaf="weight"),
             spec.array_name("activation", leaf="0"),
             spec.array_name("activation", dtype="bfloat16"),
@@ -49,7 +51,7 @@ def rules() -> str:
         )
     )
     return f"""- **Names.** Up to {spec.COMPONENT_BYTES} bytes exact, beyond that cut and ended by a hash: {names}.
-- **Arrays.** One per kind, leaf, phase, dtype, size class, and for calls from 1 on: {arrays}.
+- **Arrays.** One per kind, leaf, phase, part of the tensor, dtype, size class, and for calls from 1 on: {arrays}.
   Bits of the dtypes that have no registered Zarr name are stored as unsigned integers; the torch dtype is in the attributes and in the manifest.
 - **Chunks** have the shape of the first capture. A later one with a smaller batch (at least half) or with other dimensions of the same power-of-two class
   is padded with the fill value (NaN for floats, else 0); a larger one gets a sibling array. The true shape is in the manifest.
@@ -96,8 +98,11 @@ def dtype_table() -> str:
 
 def manifest_table() -> str:
     """Return the table of the manifest's columns."""
+    heading = ["| column | Arrow type | meaning |", "|---|---|---|"]
     rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in spec.MANIFEST_COLUMNS]
-    return "\n".join(["| column | Arrow type | meaning |", "|---|---|---|", *rows])
+    more = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in (spec.PORTION_COLUMN, *spec.STATISTICS_COLUMNS)]
+    optional = "Only in runs in which parts of tensors, or statistics, were asked for. Statistics are of the tensor as it is stored, divided by its loss scale:"
+    return "\n".join([*heading, *rows, "", optional, "", *heading, *more])
 
 
 def section() -> str:

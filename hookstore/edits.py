@@ -1,0 +1,316 @@
+"""How the gradients of a module's inputs are edited: the numbers, the autograd functions, and the hooks that put them in place.
+
+The module is called with stand-ins for its inputs (see `hookstore.standins`) that come out of one autograd function, so that the joint norm of all their
+gradients is known before any of them goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hookstore.compiler import Settings
+from hookstore.containers import Inputs
+from hookstore.errors import CaptureWarning, OptionError, UnsupportedModelError
+from hookstore.hooks import InertCopy, has_raised, is_traced
+from hookstore.standins import StandIns, alias
+from hookstore.wrappers import type_name
+
+Number = float | Callable[[], float]
+
+_is_compiling, _is_exporting = torch.compiler.is_compiling, torch.compiler.is_exporting
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class _Calls(threading.local):
+    """The calls of one module that are under way on this thread, innermost last; ``None`` for one without an edit."""
+
+    def __init__(self) -> None:
+        self.stack: list[StandIns | None] = []
+
+
+class Edit:
+    """What is done to the gradients of a module's inputs."""
+
+    def __init__(
+        self, option: str, number: Number, *, is_clip: bool = False, is_reversed: bool = False, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        self.option, self.given = option, number
+        self.is_clip, self.is_reversed, self.scaler = is_clip, is_reversed, scaler
+        self.calls = _Calls()
+        self.has_edited = False
+        self._traced: list[StandIns | None] = []  # calls under way in a trace, where locals of a thread have no place
+        self._ending: list[RemovableHandle] = []
+        if not callable(number):
+            self.given = self._checked(number, "")
+
+    def number(self) -> float | torch.Tensor:
+        """Return what gradients are multiplied by, or the largest norm, for a call that begins."""
+        given = self.given
+        number: Any = given() if callable(given) else given
+        if callable(given) and not _is_compiling():
+            number = self._checked(number, " from the callable")
+        if self.scaler is not None and self.scaler._enabled:  # (as is_enabled() says, which the compiler does not trace)
+            scale = self.scaler._scale
+            number = number * (self.scaler._init_scale if scale is None else scale)
+        wanted: float | torch.Tensor = -number if self.is_reversed else number
+        return wanted
+
+    def _checked(self, number: Any, source: str) -> float:
+        is_number = isinstance(number, int | float) or (hasattr(number, "__float__") and getattr(number, "ndim", None) == 0)
+        if isinstance(number, bool) or not is_number or not math.isfinite(number) or (self.is_clip and number < 0):
+            bounds = "a finite number, not below 0" if self.is_clip else "a finite number"
+            raise OptionError(
+                f"{self.option}: expected {bounds}, got {number!r} of type {type(number).__name__}{source}", option=self.option
+            )
+        return float(number)
+
+    def edit(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the stand-ins for these tensors."""
+        function = HookstoreClippedGradient if self.is_clip else HookstoreScaledGradient
+        made: tuple[torch.Tensor, ...] = function.apply(self.number(), *tensors)
+        return made
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a call that the compiler traces."""
+        inputs = Inputs(args, kwargs)
+        if not inputs.tensors or not torch.is_grad_enabled():
+            self._traced.append(None)
+            return None
+        stand_ins = StandIns(inputs, self.edit(inputs.tensors))
+        self._traced.append(stand_ins)
+        return stand_ins.args, stand_ins.kwargs
+
+    def end_trace(self, output: Any) -> Any:
+        """End a call that the compiler traces."""
+        stand_ins = self._traced.pop()
+        return None if stand_ins is None else stand_ins.put_right(output)
+
+    def end(self, handles: list[RemovableHandle]) -> None:
+        """Have no more calls edited; one that is under way still is put right."""
+        handles[0].remove()
+        if self.calls.stack:
+            self._ending = handles[1:]
+        else:
+            handles[1].remove()
+
+    def ended_call(self) -> None:
+        """Remove the last hook if the edit has ended during the call."""
+        if self._ending and not self.calls.stack:
+            self._ending.pop().remove()
+
+    def pin(self) -> None:
+        """Have guards on hooks in what is being compiled."""
+        Guards.turn()
+
+
+class Guards:
+    """Guards on hooks, which the compiler leaves out by default: graphs belong to code, and that of one module would serve its twin with an edit."""
+
+    _edits: weakref.WeakSet[Edit] = weakref.WeakSet()  # noqa: RUF012  # there is only one
+    _before: bool | None = None  # the compiler's setting, where it was changed
+
+    @classmethod
+    def begin(cls, edit: Edit) -> None:
+        """Have guards as long as there is this edit; imports the compiler, which takes a second, since none may be missing in what it compiles first."""
+        importlib.import_module("torch._dynamo.config")
+        weakref.finalize(edit, cls.turn).atexit = False  # (before the set hears of it: the last one told is called first)
+        cls._edits.add(edit)
+        cls.turn()
+
+    @classmethod
+    def end(cls, edit: Edit) -> None:
+        """Have no guards for this edit any more."""
+        cls._edits.discard(edit)
+        cls.turn()
+
+    @classmethod
+    def turn(cls) -> None:
+        """Set what the compiler is asked for; a recording that asks for the same notes what was before, and is told."""
+        settings: Any = sys.modules.get("torch._dynamo.config")
+        name = "skip_nnmodule_hook_guards"
+        if settings is None or not hasattr(settings, name) or bool(cls._edits) == (cls._before is not None):
+            return
+        is_recorded = name in Settings.set_by_us
+        if cls._edits:
+            cls._before = Settings.before[name] if is_recorded else getattr(settings, name)
+            wanted = False
+        else:
+            wanted, cls._before = bool(cls._before), None
+        if is_recorded:
+            Settings.before[name] = wanted
+        else:
+            setattr(settings, name, wanted)
+
+
+# In the graph -----------------------------------------------------------------------------------------------------
+
+
+class HookstoreScaledGradient(torch.autograd.Function):
+    """Multiplies gradients by a number; torch's own errors name this class."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return stand-ins."""
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        return tuple([alias(tensor) for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the edited gradients."""
+        return None, *[None if gradient is None else gradient * ctx.factor for gradient in gradients]
+
+
+class HookstoreClippedGradient(torch.autograd.Function):
+    """Scales gradients to at most a joint norm; torch's own errors name this class."""
+
+    @staticmethod
+    def forward(ctx: Any, max_norm: float | torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return stand-ins."""
+        ctx.max_norm = max_norm
+        ctx.set_materialize_grads(False)
+        return tuple([alias(tensor) for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the edited gradients."""
+        norms = [_norm(gradient) for gradient in gradients if gradient is not None]
+        coefficient = _coefficient(norms, ctx.max_norm)
+        return None, *[None if gradient is None else _times(gradient, coefficient) for gradient in gradients]
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norm in float64, whose squares do not overflow where those of float32 would, or float32 where the device has no more."""
+    if _is_compiling():  # which has dense gradients alone, and traces no question after their layout
+        pass
+    elif gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce().values()
+    elif gradient.layout != torch.strided or gradient.is_nested:
+        raise UnsupportedModelError(
+            f"the norm of a gradient of layout {gradient.layout} is not defined here; clip_gradient takes dense and sparse_coo gradients"
+        )
+    magnitudes = gradient.abs() if gradient.is_complex() else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(magnitudes, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
+    return norm
+
+
+def _coefficient(norms: Sequence[torch.Tensor], max_norm: float | torch.Tensor) -> torch.Tensor:
+    """Return what gradients with these norms are multiplied by; nothing waits for the device."""
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack([one.to(norm.device, norm.dtype) for one in norms]))
+    if isinstance(max_norm, torch.Tensor):
+        max_norm = max_norm.to(norm.device, norm.dtype)
+    is_over = (norm > max_norm) & norm.isfinite()
+    divisor = torch.where(is_over, norm, 1.0)  # without a zero, whose derivative would be NaN even where it is not taken
+    return torch.where(is_over, max_norm / divisor, 1.0)
+
+
+def _times(gradient: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
+    """Multiply in at least float32: in half precision the coefficient itself would be off by a thousandth."""
+    coefficient = coefficient.to(gradient.device)
+    if gradient.dtype in (torch.float16, torch.bfloat16):
+        return (gradient.to(torch.float32) * coefficient.to(torch.float32)).to(gradient.dtype)
+    return gradient * coefficient.to(gradient.dtype)
+
+
+# The hooks --------------------------------------------------------------------------------------------------------
+
+
+class PreHook(InertCopy):
+    """Has a module called with stand-ins for its inputs.
+
+    Parameters
+    ----------
+    edit : Edit
+        What is done to their gradients.
+    """
+
+    __slots__ = ("_edit",)
+
+    def __init__(self, edit: Edit) -> None:
+        self._edit = edit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a call."""
+        edit = self._edit
+        if _is_compiling():
+            return None if _is_exporting() else edit.trace(args, kwargs)
+        stack = edit.calls.stack
+        stack.append(None)
+        if not torch.is_grad_enabled() or is_traced():
+            return None
+        with torch._C.DisableTorchFunction():
+            inputs = Inputs(args, kwargs)
+            if not inputs.tensors:
+                _warn_of_no_input(edit, module)
+                return None
+            _refuse(edit, module, inputs)
+            stack[-1] = stand_ins = StandIns(inputs, edit.edit(inputs.tensors))
+            edit.has_edited = True
+        return stand_ins.args, stand_ins.kwargs
+
+
+class PostHook(InertCopy):
+    """Hands on to the caller what a call has done to its stand-ins.
+
+    Parameters
+    ----------
+    edit : Edit
+        The one whose calls end.
+    """
+
+    __slots__ = ("_edit",)
+
+    def __init__(self, edit: Edit) -> None:
+        self._edit = edit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ARG002
+        """End a call."""
+        if _is_compiling():
+            return None if _is_exporting() else self._edit.end_trace(output)
+        stack = self._edit.calls.stack
+        stand_ins = stack.pop() if stack else None
+        self._edit.ended_call()
+        if stand_ins is None:
+            return None
+        if output is None and has_raised():
+            stand_ins.put_right(None)  # whoever handles the exception may go on with the inputs
+            return None
+        with torch._C.DisableTorchFunction():
+            return stand_ins.put_right(output)
+
+
+def _warn_of_no_input(edit: Edit, module: nn.Module) -> None:
+    if module.training and not edit.has_edited:
+        edit.has_edited = True  # said once
+        warnings.warn(
+            f"a {type_name(module)} whose gradient is to be edited was called with no tensor that requires grad, so that no gradient leaves it; "
+            "is it the first module of the model?",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse(edit: Edit, module: nn.Module, inputs: Inputs) -> None:
+    if any(map(_is_functorch, inputs.tensors)):
+        raise UnsupportedModelError(
+            f"a {type_name(module)} whose gradient is edited was called inside a function transform (vmap, grad or jvp of torch.func), which the edit cannot "
+            "follow; remove() it before"
+        )
+    if edit.is_clip and "_is_replica" in vars(module):
+        raise UnsupportedModelError(
+            f"a {type_name(module)} is called in replicas by DataParallel, each with a part of the batch, so that the joint norm is not known; "
+            "use DistributedDataParallel, or one device"
+        )
