@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
@@ -184,7 +183,6 @@ def test_the_first_capture_in_time_is_named_whatever_order_the_writer_has_them_i
         for number in range(6):
             recorder.at(epoch=0, batch=number)
             model(batch_of(number))
-            time.sleep(0.02 * (number == 3))
     ((batch, reason),) = fired(tmp_path / "run")
     assert (batch, reason) == (3, "non-finite activation of layer '0': 1 NaN, 0 Inf, first at index (1, 2)")
 
@@ -661,6 +659,27 @@ def test_flush_waits_for_what_fired_and_not_for_the_ring(tmp_path):
         recorder.fire("again")
         recorder.flush()
         assert [batch for batch, _ in fired(tmp_path / "run")] == [9, 10]
+
+
+def test_flush_waits_for_what_was_kept_until_something_fired(tmp_path):
+    model = nn.Linear(4, 20_000)
+    with recording(model, tmp_path / "run", layers=[""], last=8, codec="zstd", buffer_bytes=16 << 20) as recorder:
+        for number in range(8):
+            recorder.at(epoch=0, batch=number)
+            model(batch_of(number))
+        recorder.flush()
+        recorder.fire("now")
+        recorder.flush()
+        assert batches_on_disk(tmp_path / "run") == [*range(8)]
+
+
+def test_a_batch_goes_to_the_writer_when_the_next_begins_whatever_layers_that_calls(tmp_path):
+    model = nn.ModuleList([nn.Identity(), nn.Identity()])
+    with recording(model, tmp_path / "run", last=2) as recorder:
+        for number in (0, 1):
+            recorder.at(epoch=0, batch=number)
+            model[number](torch.ones(2))
+        assert 0 not in [region.coordinates.batch for region in recorder._stager._open]
 
 
 def test_statistics_are_in_the_manifest_and_run_json_says_what_fires(tmp_path):
