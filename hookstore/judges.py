@@ -45,7 +45,7 @@ class Evidence:
     def describe(self, position: int) -> str:
         """Say which capture it is, without its batch."""
         if self.kind in OF_BATCH:
-            return self.kind
+            return f"{self.kind} {self.leaf!r}" if self.leaf else self.kind
         note = self.notes[position]
         call = f", call {note['call']}" if note["call"] else ""
         backward = f", backward {note['backward']}" if note["backward"] else ""

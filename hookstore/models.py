@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from hookstore.device import check_device
 from hookstore.errors import OptionError, UnsupportedModelError
+from hookstore.operators import why_none
 
 
 def check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -51,6 +53,25 @@ def _check_model(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
             )
+
+
+def check_recordable(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the models by name, one alone under the empty name, if they can be recorded, and not only watched.
+
+    Raises
+    ------
+    OptionError, UnsupportedModelError
+        As `check_models`; also for compiled models where torch is too old for them, and for devices that nothing is copied from.
+    """
+    models = check_models(given)
+    for model in models.values():
+        for name, module in model.named_modules():
+            obstacle = why_none() if is_compiled(module) else None
+            if obstacle is not None:
+                raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
+        for parameter in model.parameters():
+            check_device(parameter.device)
+    return models
 
 
 def is_compiled(module: nn.Module) -> bool:

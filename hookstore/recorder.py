@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -22,10 +22,11 @@ from torch import nn
 
 from hookstore import __version__
 from hookstore.agenda import Agenda
+from hookstore.annotations import Annotator
 from hookstore.attach import ModelHooks
-from hookstore.capture import Capture
+from hookstore.capture import Capture, check_captures
 from hookstore.clock import Batches, Clock, Coordinates, Placed
-from hookstore.device import Devices, allocate_host, check_device
+from hookstore.device import Devices, allocate_host
 from hookstore.errors import (
     CaptureWarning,
     NotARunError,
@@ -33,7 +34,6 @@ from hookstore.errors import (
     RecorderClosedError,
     RunExistsError,
     RunLockedError,
-    UnsupportedModelError,
 )
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.flight import Event
@@ -52,8 +52,7 @@ from hookstore.format import (
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
-from hookstore.models import check_models, is_compiled
-from hookstore.operators import why_none
+from hookstore.models import check_recordable
 from hookstore.portion import Select
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Budget, When
@@ -218,7 +217,7 @@ def record(
     UnsupportedModelError
         If hooks cannot follow the model.
     """
-    models = _check_models(model)
+    models = check_recordable(model)
     short = {
         "layers": layers,
         "kinds": kinds,
@@ -233,7 +232,7 @@ def record(
         "dims": dims,
         "stats": stats,
     }
-    chosen = _check_captures(captures, short)
+    chosen = check_captures(captures, short)
     _check_choice("mode", mode, ("x", "a"))
     _check_choice("on_full", on_full, ("block", "drop"))
     _check_choice("on_error", on_error, ("raise", "disable"))
@@ -354,7 +353,9 @@ class Recorder:
             triggers=triggers,
         )
         self._sink = StagingSink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
+        self._annotator = Annotator(self._sink)
         self._hooks = ModelHooks(models, self._sink)
+        self._modules = weakref.WeakSet(module for model in models.values() for module in model.modules())
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
         self._clock.on_end = self._hooks.uncalled.end
@@ -443,6 +444,45 @@ class Recorder:
         """
         self._check_open()
         return self._clock.in_phase(phase)
+
+    def annotate(self, /, **values: Any) -> None:
+        """Store values of the samples of this batch, once; `Run.sample` joins them with what was captured of the layers.
+
+        They are filed where the clock stands, in the phase that the model is in: with `batches` or `at` before or after the forward. Without these a batch
+        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded.
+
+        Parameters
+        ----------
+        **values : torch.Tensor, array-like of numbers or bools, or list of str
+            By name, such as ``sample_id=ids, label=labels``. The first dimension runs over the samples, of which all values of a batch have as many.
+
+        Raises
+        ------
+        OptionError
+            For a value of another kind or length, or a name that this batch has been given already.
+        """
+        self._check_open()
+        self._annotator.annotate(values)
+
+    def loss(self, value: torch.Tensor | float, *, name: str = "") -> None:
+        """Store a loss of this batch, as it is: a loss that a GradScaler has scaled is stored scaled.
+
+        It is filed like an annotation, under call 0, and 1, 2, … where one batch has several of the same name.
+
+        Parameters
+        ----------
+        value : torch.Tensor or float
+            One number, or one for each sample. A tensor on a device is not waited for.
+        name : str, optional
+            Tells it from other losses of the batch.
+
+        Raises
+        ------
+        OptionError
+            For anything else.
+        """
+        self._check_open()
+        self._annotator.loss(value, name)
 
     @property
     def captures(self) -> dict[str, bool]:
@@ -644,6 +684,12 @@ class Recorder:
         self._sink.is_active = False
 
 
+def recorder_of(modules: Iterable[nn.Module]) -> Recorder | None:
+    """Return a recorder that is open on one of these modules, if there is one."""
+    wanted = set(modules)
+    return next((one for one in list(_ACTIVE) if not one._is_closed and not wanted.isdisjoint(one._modules)), None)
+
+
 def _forget_recorders_in_child() -> None:
     for recorder in _ACTIVE:
         recorder._disown()
@@ -681,22 +727,6 @@ def _check_share(option: str, value: float) -> None:
         raise OptionError(f"{option}: expected a share above 0 such as 0.05, got {value!r}", option=option)
 
 
-def _check_captures(captures: Capture | Iterable[Capture] | None, short: dict[str, Any]) -> list[Capture]:
-    """Return what to record: the captures, or the one that the short form stands for."""
-    if captures is None:
-        return [Capture(**short)]
-    chosen = [captures] if isinstance(captures, Capture) else list(captures) if isinstance(captures, Iterable) else []
-    if not chosen or not all(isinstance(capture, Capture) for capture in chosen):
-        raise OptionError(f"captures: expected at least one hookstore.Capture, got {captures!r}", option="captures")
-    defaults = {field.name: field.default for field in fields(Capture)}
-    beside = [name for name, value in short.items() if value is not defaults[name] and value != defaults[name]]
-    if beside:
-        raise OptionError(
-            f"{beside[0]}: cannot be given beside captures=, each of which has its own; put it into a Capture", option=beside[0]
-        )
-    return chosen
-
-
 def _check_flight(last: int | None, when: Any, on_full: str) -> tuple[Trigger, ...]:
     """Return the triggers of the flight recorder, none where there is no such recorder."""
     if last is None:
@@ -729,19 +759,6 @@ def _rank_of_process() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
-
-
-def _check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the models by name, one alone under the empty name, if they can be recorded."""
-    models = check_models(given)
-    for model in models.values():
-        for name, module in model.named_modules():
-            obstacle = why_none() if is_compiled(module) else None
-            if obstacle is not None:
-                raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
-        for parameter in model.parameters():
-            check_device(parameter.device)
-    return models
 
 
 # The run's directory ----------------------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ class StagingSink:
             call = call._replace(scale=_scale_of(self.scaler))
         whole = tensor
         for take in takes:
+            tensor = whole
             if take.portion is not None:
                 part = self._part_of(whole, take, layer, kind, leaf, call, backward)
                 if part is None:

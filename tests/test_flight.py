@@ -16,8 +16,6 @@ from small import recording
 from torch import nn
 
 import hookstore
-from hookstore.agenda import WHOLE
-from hookstore.layout import Call
 from hookstore.ring import Gap, Ring
 from hookstore.triggers import GradientNorm, NonFinite, Raised, Signalled, Where
 
@@ -275,21 +273,17 @@ def test_layers_with_many_calls_are_whole(tmp_path):
 # Triggers ----------------------------------------------------------------------------------------------------------
 
 
-def put_loss(recorder, tensor):
-    """Record a loss."""
-    here = recorder._clock.here()
-    recorder._sink.put_as(WHOLE, "", "loss", "", tensor, Call(here, 0, recorder._clock.step, 0))
-
-
 def test_a_loss_that_is_not_finite_fires(tmp_path):
     model = nn.Linear(4, 2)
     with recording(model, tmp_path / "run", layers=[""], last=2, when=NonFinite(kinds="loss")) as recorder:
         for number in range(8):
             recorder.at(epoch=0, batch=number)
             loss = model(batch_of(number)).sum() / (number != 4)
-            put_loss(recorder, loss)
+            recorder.loss(loss)
+            recorder.annotate(number=[number] * 5)
     assert fired(tmp_path / "run") == [(4, "non-finite loss: 0 NaN, 1 Inf, first at index ()")]
     assert batches_on_disk(tmp_path / "run", kind="loss") == [3, 4, 5, 6]
+    assert batches_on_disk(tmp_path / "run", kind="annotation") == [3, 4, 5, 6]
     assert batches_on_disk(tmp_path / "run", kind="activation") == [3, 4, 5, 6]
 
 
