@@ -20,6 +20,7 @@ from hookstore.format import DTYPES, KINDS
 from hookstore.portion import Portion
 from hookstore.schedule import Schedule
 from hookstore.selection import Layer, select_layers
+from hookstore.triggers import check_when, describe
 from hookstore.wrappers import name_modules
 
 _OF_A_CALL = tuple(kind for kind in KINDS if kind != "parameter_gradient")
@@ -46,6 +47,8 @@ class Take:
         Whether statistics are taken: ``""`` for no, ``"also"``, or ``"only"`` for them alone.
     every : int
         One batch in so many is recorded.
+    watchers : tuple of Choice
+        The captures whose condition (``when``) is asked about what is taken so.
     known : dict
         Kept by the sink: where tensors go that are copied as whole chunks within the host.
     """
@@ -57,6 +60,7 @@ class Take:
     codec: Mapping[str, str | None]
     stats: str
     every: int
+    watchers: tuple[Choice, ...] = ()
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -128,17 +132,20 @@ class Choice:
         Names of the layers that it chooses.
     is_on : bool
         Whether it is switched on.
+    is_called_for : bool
+        Whether its condition was found to hold since the last of its batches began; set by the writer.
     num_raised : int
-        For how many of its batches to come its condition holds.
+        For how many of its batches to come it takes full tensors.
     """
 
-    __slots__ = ("_codecs", "_portion", "_schedule", "capture", "dtype", "is_on", "layers", "name", "num_raised")
+    __slots__ = ("_codecs", "_portion", "_schedule", "capture", "dtype", "is_called_for", "is_on", "layers", "name", "num_raised")
 
     def __init__(self, capture: Capture, name: str, layers: list[str], portion: Portion | None) -> None:
         self.capture = capture
         self.name = name
         self.layers = layers
         self.is_on = True
+        self.is_called_for = False
         self.num_raised = 0
         self.dtype = None if capture.dtype is None else TORCH_DTYPES[capture.dtype]
         self._portion = portion
@@ -159,6 +166,15 @@ class Choice:
     def codecs(self) -> dict[str, str | None]:
         """The codec of each dtype's arrays."""
         return self._codecs
+
+    def begin_batch(self) -> bool:
+        """Say whether it takes full tensors in one of its batches, which begins."""
+        if self.is_called_for:
+            self.is_called_for = False  # first: what the writer finds meanwhile counts from the next batch on at the latest
+            self.num_raised = max(self.num_raised, self.capture.hold)
+        is_raised = self.num_raised > 0
+        self.num_raised -= is_raised
+        return is_raised
 
     @property
     def has_statistics(self) -> bool:
@@ -185,7 +201,7 @@ class Choice:
             "select": "" if self._portion is None else self._portion.text,
             "dims": None if capture.dims is None else list(capture.dims),
             "stats": capture.stats,
-            "when": None if capture.when is None else str(capture.when),
+            "when": None if capture.when is None else describe(check_when(capture.when, of_capture=True)),
             "hold": capture.hold,
         }
 
@@ -292,8 +308,7 @@ class Agenda:
         states = []
         for choice in self.choices:
             state = int(self._wants(choice, phase, epoch, batch, step))
-            if state and choice.num_raised > 0:
-                choice.num_raised -= 1
+            if state and choice.begin_batch():
                 state = 2
             states.append(state)
         key = tuple(states)
@@ -338,14 +353,15 @@ class Agenda:
         dims = self._dims.get((layer, kind), ())
         text = "" if choice.portion is None else choice.portion.text
         every = self._every[layer, kind, text]
-        key = (text, dims, choice.dtype, choice.codecs["float32"], stats, every)
+        watchers = tuple(choice for choice, _ in same if choice.capture.when is not None)
+        key = (text, dims, choice.dtype, choice.codecs["float32"], stats, every, watchers)
         take = self._takes.get(key)
         if take is None:
             stored = {
                 torch_dtype: choice.dtype if choice.dtype is not None and torch_dtype.is_floating_point else name
                 for torch_dtype, name in TORCH_DTYPES.items()
             }
-            take = self._takes[key] = Take(len(self._takes), choice.portion, dims, stored, choice.codecs, stats, every)
+            take = self._takes[key] = Take(len(self._takes), choice.portion, dims, stored, choice.codecs, stats, every, watchers)
         return take
 
 

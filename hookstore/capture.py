@@ -14,6 +14,7 @@ from hookstore.format import DTYPES, KINDS
 from hookstore.portion import Portion, Select, check_dims
 from hookstore.schedule import Schedule, When
 from hookstore.selection import LayerPattern
+from hookstore.triggers import check_when
 
 _OF_PARAMETERS = ("parameter", "parameter_gradient")
 TORCH_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -50,11 +51,12 @@ class Capture:
         ``"sample"`` (of parameters no axis is).
     stats : bool or "only"
         Store statistics of each tensor in the manifest, too, or instead of the tensor; see `hookstore.Statistics`.
-    when : trigger or callable, optional
-        Store statistics, and full tensors too while the condition holds: from the batch after it did on, for ``hold`` batches each time; see
-        `hookstore.NonFinite`.
+    when : NonFinite, GradientNorm, callable, or iterable of these, optional
+        Store statistics, and full tensors too once the condition holds for one of these tensors, or any of the conditions: in the next ``hold`` batches of
+        this capture, counted again each time that it holds. It is asked when the batch is complete, while training goes on, so that the first of these
+        batches may come one or a few after. A callable takes `Statistics` and `Where`, on the writer's thread.
     hold : int
-        For how many batches of this capture ``when`` holds once it does.
+        For how many batches full tensors are stored each time that ``when`` holds.
     name : str, optional
         What the capture is called where it is switched on and off; its number, ``"0"``, ``"1"``, …, by default.
 
@@ -98,6 +100,8 @@ class Capture:
         self.make_codecs()
         if not isinstance(self.stats, bool) and self.stats != "only":
             raise OptionError(f"stats: expected False, True or 'only', got {self.stats!r}", option="stats")
+        if self.when is not None:
+            object.__setattr__(self, "when", check_when(self.when, of_capture=True))
         if self.when is not None and self.stats == "only":
             raise OptionError("stats: with when= full tensors are stored while the condition holds; leave stats='only' out", option="stats")
         if isinstance(self.hold, bool) or not isinstance(self.hold, int) or self.hold < 1:

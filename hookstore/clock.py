@@ -17,7 +17,7 @@ from hookstore.schedule import Budget, whole
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Coordinates:
     """Where a forward stands in training: one object for each tick of the clock and phase.
 

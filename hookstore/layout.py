@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from hookstore.agenda import WHOLE, LayerDue, Take
+from hookstore.agenda import WHOLE, Choice, LayerDue, Take
 from hookstore.clock import Coordinates
 from hookstore.format import (
     CHUNK_ALIGNMENT_BYTES,
@@ -56,25 +56,41 @@ class Array:
         Whether it has had a region.
     region_bytes : int
         Bytes of slots that the next region asks for. It is four times as large each time one is filled, so that arrays with few captures keep little memory.
+    watchers : tuple of Choice
+        Captures whose condition is asked about its captures; see `hookstore.agenda.Take`.
+    is_prompt : bool
+        Whether a region of it takes captures of one batch alone, and goes to the writer when the next batch begins: someone waits to judge them.
+    batch : Coordinates or None
+        The batch of its last region, where it is prompt.
+    num_in_batch : int
+        Captures in the closed regions of that batch.
     """
 
     __slots__ = (
+        "batch",
         "chunk_bytes",
         "element_strides",
         "has_been_open",
+        "is_prompt",
         "is_small",
         "itemsize",
+        "num_in_batch",
         "path",
         "region",
         "region_bytes",
         "spec",
         "stats",
         "stride_bytes",
+        "watchers",
     )
 
-    def __init__(self, spec: ArraySpec, stats: str = "") -> None:
+    def __init__(self, spec: ArraySpec, stats: str = "", watchers: tuple[Choice, ...] = (), *, is_prompt: bool = False) -> None:
         self.spec = spec
         self.stats = stats
+        self.watchers = watchers
+        self.is_prompt = is_prompt or bool(watchers)
+        self.batch: Coordinates | None = None
+        self.num_in_batch = 0
         self.path = spec.path
         self.itemsize = DTYPES[spec.dtype].itemsize
         self.element_strides = tuple(math.prod(spec.chunk_shape[axis + 1 :]) for axis in range(len(spec.chunk_shape)))
@@ -89,6 +105,16 @@ class Array:
         """Ask for a larger region next time."""
         if self.region_bytes < _REGION_BYTES:
             self.region_bytes = min(4 * self.region_bytes, _REGION_BYTES)
+
+    @property
+    def num_expected(self) -> int:
+        """For how many captures the next region of a batch is to have room: as many as the batch before had, or as this one has had so far."""
+        return max(min(self.num_in_batch, _REGION_BYTES // self.stride_bytes), 1)
+
+    def begin_batch(self, where: Coordinates) -> None:
+        """Count the captures of a batch from here on."""
+        if self.batch is not where:
+            self.batch, self.num_in_batch = where, 0
 
 
 class Call(NamedTuple):
@@ -183,15 +209,18 @@ class ArrayCatalog:
         Rank of this process.
     stored : iterable of ArraySpec
         Arrays that the run has already; captures that fit go on there, with the codec that such an array has.
+    are_prompt : bool
+        Whether every array is prompt; see `Array`.
     """
 
-    def __init__(self, *, num_epochs: int | None, rank: int, stored: Iterable[ArraySpec] = ()) -> None:
+    def __init__(self, *, num_epochs: int | None, rank: int, stored: Iterable[ArraySpec] = (), are_prompt: bool = False) -> None:
+        self._are_prompt = are_prompt
         self._num_epochs = num_epochs
         self._rank = rank
         self._lock = threading.Lock()
         self._by_shape: dict[tuple[object, ...], Array] = {}
         self._by_group: dict[tuple[str, str, str, str, str, bool], list[ArraySpec]] = {}
-        self._arrays: dict[tuple[str, str], Array] = {}
+        self._arrays: dict[tuple[object, ...], Array] = {}
         for spec in stored:
             if spec.rank == rank:
                 siblings = self._by_group.setdefault((spec.layer, spec.kind, spec.leaf, spec.phase, spec.portion, spec.calls), [])
@@ -202,14 +231,15 @@ class ArrayCatalog:
     def find(self, draft: Draft, *, epoch_batches: int | None) -> Array:
         """Return the array for a capture (which has at least one element)."""
         phase, take = draft.coordinates.phase, draft.take
-        key = (draft.layer, draft.kind, draft.leaf, draft.dtype, phase, draft.shape, draft.call > 0, take.text, take.stats)
+        key = (draft.layer, draft.kind, draft.leaf, draft.dtype, phase, draft.shape, draft.call > 0, take.text, take.stats, take.watchers)
         array = self._by_shape.get(key)
         if array is None:
             with self._lock:
                 array = self._by_shape.get(key)
                 if array is None:
                     spec = self._place(draft, epoch_batches)
-                    array = self._arrays.setdefault((spec.path, take.stats), Array(spec, take.stats))
+                    made = Array(spec, take.stats, take.watchers, is_prompt=self._are_prompt)
+                    array = self._arrays.setdefault((spec.path, take.stats, take.watchers), made)
                     self._by_shape[key] = array
         return array
 

@@ -25,7 +25,7 @@ from hookstore.agenda import Agenda
 from hookstore.annotations import Annotator
 from hookstore.attach import ModelHooks
 from hookstore.capture import Capture, check_captures
-from hookstore.clock import Batches, Clock, Placed
+from hookstore.clock import Batches, Clock, Coordinates, Placed
 from hookstore.device import Devices, allocate_host
 from hookstore.errors import (
     CaptureWarning,
@@ -36,6 +36,7 @@ from hookstore.errors import (
     RunLockedError,
 )
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
+from hookstore.flight import Event
 from hookstore.format import (
     FORMAT_VERSION,
     JOURNAL_DIR,
@@ -57,9 +58,10 @@ from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, 
 from hookstore.schedule import Budget, When
 from hookstore.schema import schema_with
 from hookstore.selection import Layer, LayerPattern
-from hookstore.signals import FlushOnSigterm, check_main_thread
+from hookstore.signals import FlushOnSigterm, OnSignal, check_can_be_handled, check_main_thread
 from hookstore.sink import StagingSink
 from hookstore.staging import Stager
+from hookstore.triggers import NonFinite, Raised, Signalled, Trigger, check_when, describe
 from hookstore.wrappers import type_name, unwrap
 from hookstore.writer import Writer
 
@@ -67,6 +69,8 @@ Item = TypeVar("Item")
 
 _LEAST_BUFFER_BYTES = 64 << 10
 _DEVICE_RING_BYTES = 256 << 20
+_MOST_BATCHES = 100_000
+_MOST_REASON = 200
 
 _ACTIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -78,7 +82,7 @@ class Progress:
     Attributes
     ----------
     num_captured, captured_bytes : int
-        Tensors staged so far, and their bytes with padding.
+        Tensors staged so far, and their bytes with padding; with a flight recorder also those that it keeps or has let go.
     num_acknowledged, acknowledged_bytes : int
         Those that would survive a kill.
     num_dropped : int
@@ -86,7 +90,7 @@ class Progress:
     num_skipped_batches : int
         Batches left out to stay within ``max_slowdown``.
     lag_bytes, buffer_bytes : int
-        Staging memory in use, and its size.
+        Staging memory in use, that of a flight recorder's ring included, and its size.
     """
 
     num_captured: int
@@ -116,6 +120,8 @@ def record(
     select: Select | None = None,
     dims: Sequence[str] | None = None,
     stats: bool | str = False,
+    last: int | None = None,
+    when: Trigger | Iterable[Trigger] | None = None,
     mode: str = "x",
     buffer_bytes: int = 1 << 30,
     on_full: str = "block",
@@ -165,6 +171,14 @@ def record(
         Which part of each tensor is kept, and what its axes are called; see `Capture`.
     stats : bool or "only"
         Store statistics of each tensor in the manifest, too, or instead of the tensor; see `Capture`.
+    last : int, optional
+        Make a flight recorder of it: what is recorded of the last so many batches is kept in the staging buffer, and written, with what follows of as many
+        more, only when a trigger fires. The manifest has a row with status ``fired`` and the reason each time, and there is a `CaptureWarning`. A trigger
+        whose condition goes on to hold from batch to batch has fired once. Everything has statistics then. Batches that the buffer has no room for
+        are given up, the oldest first; a warning says what ``buffer_bytes`` would hold them.
+    when : NonFinite, GradientNorm, Raised, Signalled, callable, or iterable of these, optional
+        What fires: any of these triggers, or a function of `Statistics` and `Where` that returns whether it does, called on the writer's thread. By default
+        ``(NonFinite(), Raised())``. `Recorder.fire` does it by hand.
     mode : "x" or "a"
         ``"x"`` creates a run and refuses a directory that holds anything. ``"a"`` goes on with the run that is there, whether it was closed or killed, or
         creates it: what a dead writer left is recovered first, and captures at an epoch and batch that the run has already are kept beside the
@@ -182,7 +196,7 @@ def record(
         Stop recording, with a warning and a manifest row, before the run's directory holds more than so many bytes, or the file system is full.
     on_sigterm : None or "flush"
         What SIGTERM does. By default nothing of ours: what was acknowledged survives. ``"flush"`` makes durable everything captured before the signal, while
-        training goes on, and then calls the handler that was there before, or ends the process as the signal would have.
+        training goes on, and then calls the handler that was there before, or ends the process as the signal would have. A flight recorder fires.
     scaler : torch.amp.GradScaler, optional
         What scales the loss. Gradients are stored as they come, with the scale of that moment beside them; reading divides by it in float32 (`Captures.raw`
         does not). Give it only if every backward is of a scaled loss.
@@ -233,12 +247,15 @@ def record(
         check_main_thread()
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler: expected a torch.amp.GradScaler, got {scaler!r} of type {type(scaler).__name__}", option="scaler")
-    agenda = Agenda(chosen, models)
+    triggers = _check_flight(last, when, on_full)
+    agenda = Agenda(chosen, models, always_stats=last is not None)
     description = {
         "kinds": list(agenda.kinds),
         "phases": sorted(agenda.phases),
         "max_slowdown": max_slowdown,
         "captures": [choice.describe() for choice in agenda.choices],
+        "last": last,
+        "when": None if last is None else describe(triggers),
     }
     run_path = os.path.abspath(os.fspath(path))
     begin = _resume_run if mode == "a" and _holds_something(run_path) else _create_run
@@ -262,6 +279,8 @@ def record(
             disk=None if max_bytes is None else DiskBudget(run_path, max_bytes),
             flush_on_sigterm=on_sigterm == "flush",
             scaler=scaler,
+            last=last,
+            triggers=triggers,
             lock=lock,
             leftover=leftover,
         )
@@ -294,6 +313,8 @@ class Recorder:
         disk: DiskBudget | None,
         flush_on_sigterm: bool,
         scaler: torch.amp.GradScaler | None,
+        last: int | None,
+        triggers: tuple[Trigger, ...],
         lock: RunLock,
         leftover: Leftover,
     ) -> None:
@@ -303,7 +324,10 @@ class Recorder:
         self._is_closed = False
         self._clock = Clock(agenda, _phase_of(models), budget)
         rank = _rank_of_process()[0]
-        catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=rank, stored=[array.spec for array in leftover.arrays])
+        self._is_ring = last is not None
+        self._fires_when_raised = any(isinstance(trigger, Raised) for trigger in triggers)
+        stored = [array.spec for array in leftover.arrays]
+        catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=rank, stored=stored, are_prompt=self._is_ring)
         pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(
             allocate_host(buffer_bytes, pinned=pinned),
@@ -313,6 +337,7 @@ class Recorder:
             encode=self._encode,
             is_untouched=not pinned,
             disk=disk,
+            is_ring=self._is_ring,
         )
         self._writer = Writer(
             path,
@@ -324,6 +349,8 @@ class Recorder:
             leftover=leftover,
             under_way=lambda: (self._clock.under_way, self._clock.step),
             schema=schema_with(portion=agenda.has_portions, statistics=agenda.has_statistics),
+            last=last,
+            triggers=triggers,
         )
         self._sink = StagingSink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
         self._annotator = Annotator(self._sink)
@@ -333,14 +360,22 @@ class Recorder:
         self._clock.on_skip = self._sink.skip_batch
         self._clock.on_end = self._hooks.uncalled.end
         self._handled = sys.exc_info()[1]  # what is being handled around the whole recording does not end it
+        if self._fires_when_raised:
+            self._sink.on_raised = lambda where, reason: self._fire(reason, where, is_exception=True)
         self._sigterm: FlushOnSigterm | None = None
+        self._signals: list[OnSignal] = []
         try:
             self._writer.start()
             self._hooks.update()
             _ACTIVE.add(self)
             if flush_on_sigterm:
                 self._sigterm = FlushOnSigterm(self._flush_before_death)
+            for trigger in triggers:
+                if isinstance(trigger, Signalled):
+                    self._signals.append(OnSignal(trigger.signum, lambda name: self._fire(f"signal {name}")))
         except BaseException:  # an interrupt, say: the model must not keep hooks that nobody can remove
+            for handler in reversed(self._signals):
+                handler.remove()
             self._hooks.remove()
             self._writer.stop()
             raise
@@ -476,6 +511,31 @@ class Recorder:
         found[0].is_on = bool(on)
         self._hooks.update()
 
+    def fire(self, reason: str) -> None:
+        """Have the flight recorder write out what it keeps, and what follows, as if a trigger had fired in the batch that began last.
+
+        Parameters
+        ----------
+        reason : str
+            What the manifest's row says.
+
+        Raises
+        ------
+        OptionError
+            If nothing is kept, because ``record`` was called without ``last``.
+        """
+        self._check_open()
+        if not self._is_ring:
+            raise OptionError("last: there is no flight recorder that could fire; record(…, last=5) makes one", option="last")
+        self._fire(str(reason))
+
+    def _fire(self, reason: str, where: Coordinates | None = None, *, is_exception: bool = False) -> None:
+        """Tell the writer to fire in a batch, which may be without captures so far; in the newest by default, as signal handlers do: that takes no lock."""
+        number, newest = self._stager.newest
+        if where is not None:
+            number = self._stager.number_of(where, begins=True)
+        self._stager.queue.put(Event(reason, number, where or newest, self._clock.step, is_exception=is_exception))
+
     # Life cycle ---------------------------------------------------------------------------------------------------
 
     @property
@@ -494,7 +554,7 @@ class Recorder:
         )
 
     def flush(self) -> None:
-        """Return when everything captured so far is durable, and readable through `hookstore.open`.
+        """Return when everything captured so far is durable, and readable through `hookstore.open`; what a flight recorder keeps stays in memory.
 
         Raises
         ------
@@ -514,6 +574,7 @@ class Recorder:
                 if error is not self._stager.failure or not self._disable_on_failure:
                     raise
                 self._turn_off(error)
+            self._sink.tell()
 
     def close(self) -> None:
         """Remove the hooks, finish the run and end the threads; does nothing the second time.
@@ -538,7 +599,11 @@ class Recorder:
             return
         if self._sigterm is not None:
             self._sigterm.remove()
+        for handler in reversed(self._signals):
+            handler.remove()
         if error is not None and error is not self._handled:
+            if self._fires_when_raised and not _is_regular_exit(error):
+                self._fire(f"{type(error).__name__}: {error}"[:_MOST_REASON] + " ended the recording", is_exception=True)
             self._sink.mark_partial(f"{type(error).__name__} ended the recording in this batch; captures of it may be missing")
         try:
             self._tell_uncalled_layers(is_cut_short=error is not None and error is not self._handled)
@@ -548,6 +613,7 @@ class Recorder:
     def _end(self) -> None:
         """Remove the hooks and finish the run."""
         was_active = self._sink.is_active
+        told_last: list[str] = []
         self._hooks.remove()
         _ACTIVE.discard(self)
         try:
@@ -560,7 +626,9 @@ class Recorder:
             return
         finally:
             if self._writer.has_ended:
-                self._sink.let_go()
+                told_last = self._sink.let_go()
+        for message in told_last:
+            warnings.warn(message, CaptureWarning, stacklevel=4)
         self._warn_without_steps()
 
     def _turn_off(self, error: BaseException) -> None:
@@ -572,6 +640,8 @@ class Recorder:
         """Make everything durable because of SIGTERM."""
         if dies:
             self._sink.mark_partial("SIGTERM ended the process in this batch; captures of it may be missing")
+        if self._is_ring:
+            self._fire("signal SIGTERM")
         self._writer.flush()
 
     def __enter__(self) -> Self:
@@ -655,6 +725,33 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_share(option: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise OptionError(f"{option}: expected a share above 0 such as 0.05, got {value!r}", option=option)
+
+
+def _check_flight(last: int | None, when: Any, on_full: str) -> tuple[Trigger, ...]:
+    """Return the triggers of the flight recorder, none where there is no such recorder."""
+    if last is None:
+        if when is not None:
+            raise OptionError(
+                "when: is for a flight recorder; give last= too, or choose full tensors by hookstore.Capture(when=…)", option="when"
+            )
+        return ()
+    if isinstance(last, bool) or not isinstance(last, int) or not 1 <= last <= _MOST_BATCHES:
+        raise OptionError(f"last: expected a number of batches from 1 to {_MOST_BATCHES:,}, got {last!r}", option="last")
+    if on_full == "drop":
+        raise OptionError(
+            "on_full: with last= the oldest batches give way where the buffer is full, and what fired is waited for; leave on_full='drop' out",
+            option="on_full",
+        )
+    triggers: tuple[Trigger, ...] = (NonFinite(), Raised()) if when is None else check_when(when, of_capture=False)
+    for trigger in triggers:
+        if isinstance(trigger, Signalled):
+            check_can_be_handled(trigger.signum)
+    return triggers
+
+
+def _is_regular_exit(error: BaseException) -> bool:
+    """Say whether an exception is how a script ends on purpose."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _rank_of_process() -> tuple[int, int]:

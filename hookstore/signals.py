@@ -1,4 +1,4 @@
-"""SIGTERM, which schedulers send before they kill: what was captured is made durable first."""
+"""Signals: SIGTERM, which schedulers send before they kill, and those that the flight recorder fires at."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 from hookstore.errors import OptionError
 
+_OF_USERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
-def check_main_thread() -> None:
+
+def check_main_thread(option: str = "on_sigterm") -> None:
     """Raise `OptionError` outside the main thread, where Python sets no handlers of signals."""
     if threading.current_thread() is not threading.main_thread():
         raise OptionError(
-            "on_sigterm: a handler can only be set in the main thread; call record() there, or leave on_sigterm out", option="on_sigterm"
+            f"{option}: a handler can only be set in the main thread; call record() there, or leave {option} out", option=option
         )
 
 
@@ -83,3 +85,45 @@ class FlushOnSigterm:
         elif self._before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def check_can_be_handled(number: int) -> None:
+    """Raise `OptionError` for a signal that ends the process where nobody handles it, as nobody does: we cannot let it do both."""
+    check_main_thread("when")
+    if number not in _OF_USERS and signal.getsignal(number) == signal.SIG_DFL:
+        name = signal.Signals(number).name
+        raise OptionError(
+            f"when: {name} has no handler, and without one it does what the system does with it; set one before, choose SIGUSR1 or SIGUSR2"
+            + (", or use on_sigterm='flush'" if number == signal.SIGTERM else ""),
+            option="when",
+        )
+
+
+class OnSignal:
+    """A handler of a signal that tells of it, and then calls the handler that was there before.
+
+    Parameters
+    ----------
+    number : int
+        The signal.
+    tell : callable
+        Takes the name of the signal; on the main thread, between any two lines of what it does.
+    """
+
+    def __init__(self, number: int, tell: Callable[[str], None]) -> None:
+        self._number = number
+        self._tell = tell
+        self._pid = os.getpid()
+        self._before: Any = signal.getsignal(number)
+        signal.signal(number, self._handle)
+
+    def remove(self) -> None:
+        """Put the handler back that was there before, unless somebody has set another since."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(self._number) == self._handle:
+            signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._tell(signal.Signals(number).name)
+        if callable(self._before):
+            self._before(number, frame)

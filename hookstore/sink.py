@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -111,8 +111,9 @@ class StagingSink:
         self._disable_on_failure = disable_on_failure
         self._warned: set[tuple[str, str]] = set()
         self._cut_short: Coordinates | None = None
+        self.on_raised: Callable[[Coordinates, str], None] = lambda _where, _reason: None
 
-    def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:  # noqa: C901  # calls cost
+    def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:  # noqa: C901, PLR0912  # calls cost
         """Stage one tensor in the forms that are due, or note why it cannot be."""
         due = call.due
         if not self.is_active or due is None:
@@ -120,6 +121,8 @@ class StagingSink:
         takes = due.takes.get(kind)
         if takes is None:
             return
+        if self._stager.messages:
+            self.tell()
         if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
             call = call._replace(scale=_scale_of(self.scaler))
         whole = tensor
@@ -158,6 +161,15 @@ class StagingSink:
                     self._failed(error, Draft(layer, kind, leaf, array.spec.dtype, *where, array.spec.chunk_shape, 0))
                     continue
             self.put_as(take, layer, kind, leaf, tensor, call, backward, key)
+
+    def tell(self) -> None:
+        """Warn of what the writer has found, on a thread that trains."""
+        if self._stager.is_spent:
+            self.is_active = False
+        messages = self._stager.messages
+        while messages:
+            with contextlib.suppress(IndexError):  # another thread tells it
+                warnings.warn(messages.popleft(), CaptureWarning, stacklevel=3)
 
     def _part_of(
         self, tensor: torch.Tensor, take: Take, layer: str, kind: str, leaf: str, call: Call, backward: int
@@ -232,12 +244,21 @@ class StagingSink:
             self._failed(error, capture)
         return capture
 
-    def let_go(self) -> None:
-        """Keep nothing of the recording alive, which is closed: hooks stay on tensors that the user keeps, and refer to this."""
+    def let_go(self) -> list[str]:
+        """Keep nothing of the recording alive, which is closed: hooks stay on tensors that the user keeps, and refer to this.
+
+        Returns
+        -------
+        list of str
+            What there is left to warn of.
+        """
         self.is_active = False
+        messages = [*self._stager.messages]
+        self.on_raised = lambda _where, _reason: None
         self._stager = cast("Stager", _ClosedStager())
         self.clock.agenda.forget()
         self._scaler = None
+        return messages
 
     def structure(self, text: str) -> int:
         """Return the number that a call carries for the structure of its value; 0, and a warning once, where there have been too many different ones."""
@@ -394,6 +415,7 @@ class StagingSink:
         if self.is_active and here is not self._cut_short:
             self._cut_short = here
             try:
+                self.on_raised(here, reason)
                 self._stager.note(self._of_batch(here, "partial", f"{reason}; captures of this batch may be missing"))
             except BaseException as error:
                 if error is not self._stager.failure:  # that is on its way already, or comes with the next capture
@@ -454,6 +476,8 @@ class _ClosedStager:
     """Stands in for a stager that is no more, for a thread that was about to capture something."""
 
     failure: BaseException | None = None
+    messages = ()
+    is_spent = False
     structures: ClassVar[defaultdict[int, str]] = defaultdict(str)
 
     def structure(self, text: str) -> int:  # noqa: ARG002

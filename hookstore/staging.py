@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -23,6 +24,7 @@ from crc32c import crc32c
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.agenda import ONLY
+from hookstore.clock import Coordinates
 from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small
 from hookstore.device_statistics import compute as compute_statistics
 from hookstore.device_statistics import to_records
@@ -30,7 +32,7 @@ from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.files import DiskBudget, DiskBudgetSpent
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, SUMMARIZED, align
 from hookstore.layout import Array, ArrayCatalog, Call, Draft
-from hookstore.statistics import STATISTICS_DTYPE, as_numbers, of_rows
+from hookstore.statistics import STATISTICS_DTYPE, Sums, as_numbers, of_rows
 
 NOTE = struct.Struct("<5qiIIIfI")
 NOTE_DTYPE = np.dtype(
@@ -59,6 +61,7 @@ MOST_STRUCTURE_CHARS = 64 << 20
 _SCALE_OFFSET = NOTE.size - 8
 _NUM_STATISTICS = len(STATISTICS_DTYPE.names or ())
 _STATISTICS_BYTES = 8 * _NUM_STATISTICS
+_NOT_FINITE = [Sums._fields.index("nan"), Sums._fields.index("inf")]
 
 _HAS_STATISTICS = struct.Struct("<I")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -104,6 +107,10 @@ class Region:
         What was set aside for it on the disk, and what the writer has written of it.
     closed, queued, is_taken : bool
         Whether it takes no more captures, whether it is on its way to the writer, and whether the writer has it.
+    coordinates : Coordinates or None
+        The one batch whose captures it takes, where its array is prompt.
+    number : int
+        Which batch that is, in the order in which they began.
     """
 
     __slots__ = (
@@ -111,6 +118,7 @@ class Region:
         "batches",
         "calls",
         "closed",
+        "coordinates",
         "disk_bytes",
         "epochs",
         "holes",
@@ -119,6 +127,7 @@ class Region:
         "notes_offset",
         "num_bytes",
         "num_slots",
+        "number",
         "offset",
         "opened_at",
         "pending",
@@ -152,6 +161,8 @@ class Region:
         self.queued = False
         self.is_taken = False
         self.opened_at = time.monotonic()
+        self.coordinates: Coordinates | None = None
+        self.number = -1
 
     @property
     def num_captures(self) -> int:
@@ -263,6 +274,13 @@ class _Ticket:
         self.thread = threading.get_ident()
 
 
+class _Wake:
+    """Wakes the writer."""
+
+
+WAKE = _Wake()
+
+
 class Stager:
     """Takes tensors from hooks, on any thread, and hands filled regions to the writer.
 
@@ -284,6 +302,20 @@ class Stager:
         the writer has taken a few times longer than a copy to new memory would have.
     disk : DiskBudget or None
         What may still be written.
+    is_ring : bool
+        Whether the writer keeps regions in the arena, for the flight recorder, and writes few of them. Then it is asked to give some up where there is no
+        room, and what may still be written is asked when something is.
+
+    Attributes
+    ----------
+    messages : deque of str
+        What the writer wants the user to be warned of; told on a thread that trains.
+    wants_room : bool
+        Whether someone waits for the ring to give something up.
+    is_spent : bool
+        Whether there is no more room on the disk for what the ring gives back.
+    newest : tuple
+        Number and coordinates of the batch that began last; -1 and ``None`` before the first.
     """
 
     def __init__(
@@ -296,8 +328,16 @@ class Stager:
         encode: Callable[[Array, memoryview], bytes] | None = None,
         is_untouched: bool = False,
         disk: DiskBudget | None = None,
+        is_ring: bool = False,
     ) -> None:
         self.disk = disk
+        self.is_ring = is_ring
+        self.messages: deque[str] = deque()
+        self.wants_room = False
+        self.is_spent = False
+        self.newest: tuple[int, Coordinates | None] = (-1, None)
+        self._numbers: weakref.WeakKeyDictionary[Coordinates, int] = weakref.WeakKeyDictionary()  # of batches that may yet have captures
+        self._held: set[Region | Piece] = set()  # outstanding, and nobody works on it
         self.arena_bytes = arena.numel()
         self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
         self.queue: SimpleQueue[Any] = SimpleQueue()
@@ -448,6 +488,9 @@ class Stager:
                 capture.array = None
                 self.note(capture)
                 return
+            if self.is_ring:
+                self._give_up_capture(capture)
+                return
             self._stage_oversize(capture, array.spec.shard_of(where.epoch, where.batch, capture.call), tensor)
             return
         call = Call(where, capture.call, capture.step, 0, capture.structure, capture.scale)
@@ -574,9 +617,12 @@ class Stager:
         """
         if self.failure is not None:
             raise self.failure
-        if self.disk is not None and capture.status not in ("partial", "stopped"):
-            with self._lock:
-                self.disk.settle(self.disk.take(0), 0, 1)
+        if self.is_ring:
+            if capture.layer or capture.kind:
+                with self._lock:
+                    self._number_of(capture.coordinates)
+        elif self.disk is not None and capture.status not in ("partial", "stopped"):
+            self.set_aside(None)
         self.queue.put(capture)
 
     def _copy(self, array: Array, start: int, shape: tuple[int, ...], tensor: torch.Tensor) -> Transfer | None:
@@ -640,6 +686,15 @@ class Stager:
                 stacklevel=2,
             )
 
+    def _give_up_capture(self, capture: Draft) -> None:
+        """Note a capture that the ring cannot hold."""
+        capture.array, capture.status = None, "dropped"
+        capture.reason = f"the flight recorder keeps captures in the staging buffer, whose {self.arena_bytes:,} bytes are fewer than it has"
+        self.num_dropped += 1
+        if self.num_dropped == 1:
+            self.messages.append(f"{capture.kind} of layer {capture.layer!r} is not captured: {capture.reason}")
+        self.note(capture)
+
     # Regions (all under the lock) ---------------------------------------------------------------------------------
 
     def _region_for(self, array: Array, call: Call) -> Region | None:
@@ -652,26 +707,29 @@ class Stager:
             or where.epoch not in region.epochs
             or call.number not in region.calls
             or region.reserved == region.num_slots  # an interrupt kept it from being closed
+            or (region.coordinates is not where and region.coordinates is not None)
         ):
-            return self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number))
+            return self._open_region(array, array.spec.shard_of(where.epoch, where.batch, call.number), where)
         return region
 
-    def _open_region(self, array: Array, shard: tuple[int, ...]) -> Region | None:
+    def _open_region(self, array: Array, shard: tuple[int, ...], where: Coordinates) -> Region | None:
         """Return an open region with a free slot, waiting for room if need be, or ``None`` if the capture is to be dropped."""
+        if array.is_prompt:
+            self._number_of(where)
         ticket: _Ticket | None = None
         grow_at = time.monotonic() + self._patience_s(_smallest_region(array))
         try:
             while True:
                 region = array.region
                 if region is not None:
-                    if region.shard == shard and region.reserved < region.num_slots:
+                    if region.shard == shard and region.reserved < region.num_slots and region.coordinates in (None, where):
                         return region
                     self._close_region(region)
                 if not self._waiting or self._waiting[0] is ticket:
                     num_bytes = self._next_region_bytes(array)
                     offset = self._free.take(num_bytes)
                     if offset is not None:
-                        return self._make_region(array, shard, offset, num_bytes)
+                        return self._make_region(array, shard, where, offset, num_bytes)
                 if self._free.num_bytes == self.arena_bytes:
                     self._close_if_writer_is_idle()
                     if self._drop:
@@ -684,15 +742,30 @@ class Stager:
             if ticket is not None:
                 self._leave_line(ticket)
 
+    def _number_of(self, where: Coordinates) -> int:
+        """Return which batch this is, in the order in which they began. When one begins, the writer gets what prompt arrays have of those before."""
+        number = self._numbers.get(where)
+        if number is None:
+            number = self._numbers[where] = self.newest[0] + 1
+            self.newest = (number, where)
+            for region in list(self._open):
+                if region.coordinates is not None:
+                    self._close_region(region)
+        return number
+
     def _leave_line(self, ticket: _Ticket) -> None:
         if ticket in self._waiting:
             self._waiting.remove(ticket)
+        self.wants_room = self.wants_room and bool(self._waiting)
         self._room.notify_all()
 
     def _next_region_bytes(self, array: Array) -> int:
         """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
         smallest = _smallest_region(array)
         most_open_bytes = self.arena_bytes // 16
+        if array.is_prompt:
+            wanted = align(array.num_expected * _slot_bytes(array), PAGE_BYTES)
+            return max(smallest, min(wanted, most_open_bytes // PAGE_BYTES * PAGE_BYTES, self._free.largest_hole_bytes))
         # Many arrays must not fill the arena with room for more.
         share = most_open_bytes // max(1, self._num_arrays) // PAGE_BYTES * PAGE_BYTES
         wanted = max(smallest, min(array.region_bytes, share))
@@ -710,7 +783,7 @@ class Stager:
 
     @property
     def _writer_is_idle(self) -> bool:
-        return len(self._outstanding) == len(self._open) + len(self._closing)
+        return len(self._outstanding) == len(self._open) + len(self._closing) + len(self._held)
 
     def _close_if_writer_is_idle(self) -> None:
         """Let the writer have what is partly filled, unless it has something that will make room: small pieces cost it as much as large ones."""
@@ -732,6 +805,9 @@ class Stager:
             raise self.failure
         fallow_bytes = self.arena_bytes - self._free.num_bytes
         if not num_bytes or not fallow_bytes:
+            if num_bytes and self.is_ring:
+                self.wants_room = True
+                self.queue.put(WAKE)
             self._room.wait()
         else:
             patience_s = grow_at - time.monotonic()
@@ -741,13 +817,14 @@ class Stager:
         if self.failure is not None:
             raise self.failure
 
-    def _make_region(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int) -> Region:
+    def _make_region(self, array: Array, shard: tuple[int, ...], where: Coordinates, offset: int, num_bytes: int) -> Region:
         region = Region(array, shard, offset, num_bytes, is_untouched=offset + num_bytes > self._touched_bytes)
-        if self.disk is not None:
+        if array.is_prompt:
+            array.begin_batch(where)
+            region.coordinates, region.number = where, self._number_of(where)
+        if self.disk is not None and not self.is_ring:
             try:
-                region.disk_bytes = self.disk.take(
-                    num_bytes, region.num_slots, array=array.path, shard=array.spec.shard_key(shard), num_entries=array.spec.num_entries
-                )
+                self.set_aside(region)
             except DiskBudgetSpent:
                 self._free.give_back(offset, num_bytes)
                 raise
@@ -762,6 +839,8 @@ class Stager:
     def _close_region(self, region: Region) -> None:
         region.closed = True
         self._closing[region] = None
+        if region.coordinates is not None and region.coordinates is region.array.batch:
+            region.array.num_in_batch += region.reserved
         if region.array.region is region:
             region.array.region = None
         self._open.pop(region, None)
@@ -829,9 +908,45 @@ class Stager:
         with self._lock:
             self._free.give_back(staged.offset, staged.num_bytes)
             self._outstanding.pop(staged, None)
-            if self.disk is not None and isinstance(staged, Region):
+            self._held.discard(staged)
+            if self.disk is not None and isinstance(staged, Region) and staged.disk_bytes:
                 self.disk.settle(staged.disk_bytes, staged.written_bytes, staged.num_captures)
             self._room.notify_all()
+
+    def hold(self, region: Region) -> None:
+        """Take a region for one that the writer keeps, and that nobody needs to wait for."""
+        with self._lock:
+            self._held.add(region)
+            self._room.notify_all()
+
+    def unhold(self, region: Region) -> None:
+        """Take a region that was kept for one that is being written."""
+        with self._lock:
+            self._held.discard(region)
+
+    def number_of(self, where: Coordinates, *, begins: bool = False) -> int:
+        """Return which batch this is, in the order in which they began; for one of which nothing was captured -1, unless it begins by this."""
+        with self._lock:
+            return self._number_of(where) if begins else self._numbers.get(where, -1)
+
+    def set_aside(self, region: Region | None) -> None:
+        """Set room on the disk aside for what is to be written: a region, or a row.
+
+        Raises
+        ------
+        DiskBudgetSpent
+            If there is none.
+        """
+        if self.disk is None:
+            return
+        with self._lock:
+            if region is None:
+                self.disk.settle(self.disk.take(0), 0, 1)
+                return
+            spec = region.array.spec
+            region.disk_bytes = self.disk.take(
+                region.num_bytes, region.num_slots, array=spec.path, shard=spec.shard_key(region.shard), num_entries=spec.num_entries
+            )
 
     def count_written(self, num_bytes: int, *, oversize: Oversize | None = None) -> None:
         """Count what the writer has written beside regions: a capture in pieces, or, of any number of bytes, what is no capture."""
@@ -893,7 +1008,7 @@ class Stager:
             for region in list(self._open):
                 self._close_region(region)
             before = set(self._outstanding)
-            while self._outstanding.keys() & before:
+            while (self._outstanding.keys() - self._held) & before:
                 self._wait_for_room()
 
     def check_not_staging(self, call: str) -> None:
@@ -918,8 +1033,8 @@ class Stager:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the arena holds nothing."""
-        return not self._outstanding
+        """Whether the arena holds nothing but what the writer keeps."""
+        return len(self._outstanding) == len(self._held)
 
     @property
     def used_bytes(self) -> int:
@@ -977,15 +1092,53 @@ def region_statistics(region: Region, slots: np.ndarray[Any, Any], notes: np.nda
 def _statistics_of_bytes(region: Region, slots: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
     """Return statistics of the tensors in some slots; of all at once where none is padded."""
     array = region.array
-    itemsize = array.itemsize
-    bits = np.dtype(f"V{itemsize}") if itemsize == 16 else np.dtype(f"<u{itemsize}")
-    shape, strides = (region.reserved, array.chunk_bytes // itemsize), (array.stride_bytes, itemsize)
-    chunks = np.ndarray(shape, dtype=bits, buffer=memory, offset=region.offset, strides=strides)
+    chunks = _chunks_of(region, memory)
     dtype, chunk_shape = array.spec.dtype, array.spec.chunk_shape
     if len(slots) == region.reserved and not region.shapes:
         return of_rows(as_numbers(chunks, dtype))
     parts = [_true_part(chunks[slot], chunk_shape, region.shapes.get(slot, chunk_shape)) for slot in slots.tolist()]
     return np.concatenate([of_rows(as_numbers(part, dtype)) for part in parts])
+
+
+def _chunks_of(region: Region, memory: memoryview) -> np.ndarray[Any, Any]:
+    """Return the chunks in a region as bits, a row for each slot."""
+    array = region.array
+    itemsize = array.itemsize
+    bits = np.dtype(f"V{itemsize}") if itemsize == 16 else np.dtype(f"<u{itemsize}")
+    shape, strides = (region.reserved, array.chunk_bytes // itemsize), (array.stride_bytes, itemsize)
+    return np.ndarray(shape, dtype=bits, buffer=memory, offset=region.offset, strides=strides)
+
+
+def is_surely_finite(region: Region, slots: np.ndarray[Any, Any], notes: np.ndarray[Any, Any], memory: memoryview) -> bool:
+    """Say whether no capture of a region has an element that is NaN or infinite, at a fraction of what statistics cost; ``False`` where that is not clear.
+
+    A sum has such elements in it, whatever else it adds up.
+    """
+    array = region.array
+    came = notes["has_statistics"] != 0
+    if came.all():
+        count = region.reserved * _NUM_STATISTICS
+        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
+        return not vectors[slots][:, _NOT_FINITE].any()
+    if came.any() or len(slots) < region.reserved or region.shapes:
+        return False
+    numbers = as_numbers(_chunks_of(region, memory), array.spec.dtype)
+    if numbers.dtype.kind in "biu":
+        return True
+    summed_as = numbers.dtype if numbers.dtype.kind == "c" or numbers.dtype == np.float64 else np.dtype(np.float32)
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.add.reduce(numbers, axis=None, dtype=summed_as)))
+
+
+def numbers_of_slot(region: Region, slot: int, note: Any, memory: memoryview) -> np.ndarray[Any, Any] | None:
+    """Return the numbers of a capture in its true shape, as they lie in the arena; ``None`` where only its statistics came from a device."""
+    array, shape = region.array, region.shapes.get(slot, region.array.spec.chunk_shape)
+    if array.stats == ONLY and note["has_statistics"]:
+        return None
+    bits = np.dtype(f"V{array.itemsize}") if array.itemsize == 16 else np.dtype(f"<u{array.itemsize}")
+    start = region.offset + slot * array.stride_bytes
+    chunk = np.frombuffer(memory, bits, count=array.chunk_bytes // array.itemsize, offset=start)
+    return as_numbers(_true_part(chunk, array.spec.chunk_shape, shape), array.spec.dtype).reshape(shape)
 
 
 def _true_part(chunk: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -18,6 +18,7 @@ import contextlib
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,17 +34,20 @@ from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderClosedError
 from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
+from hookstore.flight import Event, Flight, row_of_batch
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
 from hookstore.layout import Array, Draft
 from hookstore.lock import RunLock
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, Origin, RowBlock, ShardRows, make_batch, rows_to_stream
-from hookstore.recovery import Leftover, Unsealed, partial_block
+from hookstore.recovery import Leftover, Unsealed
 from hookstore.schema import SCHEMA
 from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums, publish
 from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager, region_statistics
 from hookstore.statistics import divided
+from hookstore.triggers import Raised, Trigger
 
 _POLL_S = 0.1
+_MOST_REASON = 200
 _ITEMS_PER_TURN = 64
 _REGION_AGE_S = 0.5  # with two polls and a write this keeps captures acknowledged within a second
 _ROWS_AGE_S = 0.1  # a journal frame costs the same for one row and for many
@@ -54,10 +58,19 @@ _PLACES_UNSEALED = (
 
 
 class SyncRequest:
-    """Asks the writer to make durable all that it has been given, and says when that is so."""
+    """Asks the writer to make durable all that it has been given, and says when that is so.
+
+    Attributes
+    ----------
+    done : threading.Event
+        Set when it is so.
+    num_before : int
+        Regions that the writer has to have written first, counted from its start: those that the flight recorder had given back by then.
+    """
 
     def __init__(self) -> None:
         self.done = threading.Event()
+        self.num_before = 0
 
 
 class _Stop:
@@ -65,7 +78,7 @@ class _Stop:
 
 
 @dataclass(slots=True, eq=False)
-class _Prepared:
+class Prepared:
     """A region on its way through the threads beside the writer.
 
     Attributes
@@ -124,11 +137,11 @@ class Encoder:
         self._memory = memory
         self._post = post
         self.num_threads = num_threads
-        self._queue: queue.SimpleQueue[_Prepared | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Prepared | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._compressors = threading.local()
 
-    def submit(self, prepared: _Prepared) -> None:
+    def submit(self, prepared: Prepared) -> None:
         """Prepare a region and post it."""
         if not self._threads:
             for number in range(1 if prepared.region.array.spec.codec is None else self.num_threads):
@@ -137,11 +150,11 @@ class Encoder:
                 self._threads.append(thread)
         self._queue.put(prepared)
 
-    def prepare(self, prepared: _Prepared) -> None:
+    def prepare(self, prepared: Prepared) -> None:
         """Take statistics of a region's captures, where they are wanted, and encode its chunks or take their checksums, in the calling thread."""
         region, notes = prepared.region, prepared.notes
         array = region.array
-        if array.stats:
+        if array.stats and prepared.statistics is None:
             prepared.statistics = region_statistics(region, prepared.slots, notes, self._memory)
         if array.stats == ONLY:
             return
@@ -208,6 +221,10 @@ class Writer:
         Gives the batches that are being recorded and not complete, and the optimizer steps done.
     schema : pyarrow.Schema
         Of the manifest's rows.
+    last : int or None
+        How many batches the flight recorder keeps, where there is one.
+    triggers : sequence of Trigger
+        When it fires.
     """
 
     def __init__(
@@ -223,12 +240,16 @@ class Writer:
         leftover: Leftover | None = None,
         under_way: Callable[[], tuple[Sequence[Coordinates], int]] = lambda: ((), 0),
         schema: Any = SCHEMA,
+        last: int | None = None,
+        triggers: Sequence[Trigger] = (),
     ) -> None:
         self.acknowledged_bytes = 0
         self.num_acknowledged = 0
         self.encoder = Encoder(stager.memory, stager.queue.put, num_encoders)
         self._run_path = run_path
         self._stager = stager
+        self._fires_when_raised = any(isinstance(trigger, Raised) for trigger in triggers)
+        self._flight = Flight(stager, last=last, triggers=triggers, write=self._line_up, note=self._note_draft)
         self._epoch_batches = epoch_batches
         self._rank = rank
         self._lock = lock
@@ -243,8 +264,9 @@ class Writer:
         self._dirty: dict[str, ShardWriter] = {}
         self._new_directories: set[str] = set()
         self._requests: list[SyncRequest] = []
-        self._preparing: collections.deque[_Prepared] = collections.deque()  # in the order of their captures, which is that of their rows
-        self._to_encode: collections.deque[_Prepared] = collections.deque()
+        self._preparing: collections.deque[Prepared] = collections.deque()  # in the order of their captures, which is that of their rows
+        self._to_encode: collections.deque[Prepared] = collections.deque()
+        self._num_written = 0  # regions
         self._num_encoded = 0  # regions that encoders have or have had, and that are not written yet
         self._blocks: list[tuple[RowBlock, ShardWriter | None]] = []
         self._noted_at = self._swept_at = self._synced_at = time.monotonic()
@@ -352,8 +374,11 @@ class Writer:
         if self._has_ready:  # one, and then a look at what has come: the encoders must not run dry while the disk writes
             prepared = self._preparing.popleft()
             self._write_region(prepared)
+            self._num_written += 1
             self._num_encoded -= prepared.was_submitted
             self._encode_next()
+        if not self._preparing:
+            self._flight.make_room()
         now = time.monotonic()
         if self._blocks and now - self._noted_at >= _ROWS_AGE_S:
             self._acknowledge()
@@ -363,25 +388,33 @@ class Writer:
                 self._lock.renew()
             if not self._stopping and not self._main.is_alive():
                 self._stopping = True  # the script has ended without close()
-                self._mark_under_way("the process ended without closing the recorder; captures of this batch may be missing")
+                self._end_with_process()
             self._stager.close_regions(older_than_s=0.0 if self._stopping else _REGION_AGE_S)
-        if self._requests or (self._needs_mark and now - self._synced_at > _SYNC_AGE_S) or self._manifest.is_segment_full:
+        if (
+            any(map(self._can_answer, self._requests))
+            or (self._needs_mark and now - self._synced_at > _SYNC_AGE_S)
+            or self._manifest.is_segment_full
+        ):
             self._sync()
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Region):
             self._take_region(item)
-        elif isinstance(item, _Prepared):
+        elif isinstance(item, Prepared):
             pass  # it stands in line already
         elif isinstance(item, Piece):
             self._write_piece(item)
         elif isinstance(item, Draft):
-            self._note(RowBlock.of(self._row(item)))
+            self._flight.take_draft(item)
+        elif isinstance(item, Event):
+            self._flight.take_event(item)
         elif isinstance(item, SyncRequest):
+            if self._stager.is_ring:  # (otherwise who asks has waited until what counts was written)
+                item.num_before = self._num_written + len(self._preparing)
             self._requests.append(item)
         elif isinstance(item, _Failed):
             raise item.failure
-        else:
+        elif isinstance(item, _Stop):
             self._stopping = True
 
     def _take_region(self, region: Region) -> None:
@@ -390,13 +423,24 @@ class Writer:
         region.is_taken = True
         for transfer in region.transfers:
             transfer.wait()
+        region.transfers.clear()  # a flight recorder may keep the region for long
         slots = region.slots
         if not slots.size:
             self._stager.release(region)
             return
         notes = np.frombuffer(self._stager.memory, NOTE_DTYPE, count=region.reserved, offset=region.notes_offset)[slots]
-        prepared = _Prepared(region, slots, notes)
-        if region.array.spec.codec is None and (region.array.is_small or self._is_waiting):
+        prepared = Prepared(region, slots, notes)
+        if self._flight.sees(region):
+            self._flight.take(prepared)
+        else:
+            self._line_up(prepared)
+
+    def _line_up(self, prepared: Prepared) -> None:
+        """Have a region encoded, and written in its turn."""
+        region = prepared.region
+        if prepared.is_ready:
+            pass
+        elif region.array.spec.codec is None and (region.array.is_small or self._is_waiting):
             self.encoder.prepare(prepared)
         else:  # the disk must not wait for it
             self._to_encode.append(prepared)
@@ -413,6 +457,9 @@ class Writer:
             prepared.was_submitted = True
             self.encoder.submit(prepared)
 
+    def _can_answer(self, request: SyncRequest) -> bool:
+        return request.num_before <= self._num_written
+
     @property
     def _is_waiting(self) -> bool:
         """Whether there is nothing else to do: then handing work to another thread costs more than it gains."""
@@ -423,7 +470,7 @@ class Writer:
         """Whether the region that is to be written next is prepared."""
         return bool(self._preparing) and self._preparing[0].is_ready
 
-    def _write_region(self, prepared: _Prepared) -> None:
+    def _write_region(self, prepared: Prepared) -> None:
         region = prepared.region
         spec = region.array.spec
         shard: ShardWriter | None = None
@@ -473,7 +520,7 @@ class Writer:
             numbers["origin"][position] = origins.setdefault(_origin(self._stager.structures, *pair), len(origins))
         return list(origins)
 
-    def _write_one(self, prepared: _Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
+    def _write_one(self, prepared: Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
         """Write a region of one capture, as large ones are: without NumPy, whose calls cost more than they do here."""
         region, array = prepared.region, prepared.region.array
         assert prepared.crcs is not None
@@ -485,7 +532,7 @@ class Writer:
         place = (epoch, batch, call, step, wall_time, offset, array.chunk_bytes + CRC_BYTES, backward, crc, 0, 0)
         return shard, np.array([place], dtype=NUMBERS_DTYPE)
 
-    def _write_many(self, prepared: _Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
+    def _write_many(self, prepared: Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
         region, notes = prepared.region, prepared.notes
         spec = region.array.spec
         shard = self._shard(region.array, region.shard, (int(notes["epoch"].max()), int(notes["batch"].max()), int(notes["call"].max())))
@@ -588,6 +635,9 @@ class Writer:
             statistics=None if capture.statistics is None else divided(capture.statistics, np.float64(capture.scale)),
         )
 
+    def _note_draft(self, draft: Draft) -> None:
+        self._note(RowBlock.of(self._row(draft)))
+
     def _note(self, block: RowBlock, shard: ShardWriter | None = None) -> None:
         """Keep the rows of captures whose bytes are written, until they are acknowledged."""
         if not self._blocks:
@@ -609,18 +659,22 @@ class Writer:
                 self.acknowledged_bytes += shard.spec.chunk_bytes * len(block.numbers)
         self._blocks = []
 
-    def _mark_under_way(self, reason: str) -> None:
-        """Mark the batches that are under way as cut short."""
+    def _end_with_process(self) -> None:
+        """Do what can be done for a recording that the script has not closed: mark the batches that are under way as cut short."""
         batches, step = self._under_way()
+        error = getattr(sys, "last_value", None)  # by which the main thread has ended
+        if self._fires_when_raised and error is not None:
+            number, newest = self._stager.newest
+            where = batches[-1] if batches else newest
+            reason = f"{type(error).__name__}: {error}"[:_MOST_REASON] + " ended the process"
+            self._flight.take_event(Event(reason, number, where, step, is_exception=True))
+        reason = "the process ended without closing the recorder; captures of this batch may be missing"
         for where in batches:
-            now = time.time_ns() // 1000
-            block = partial_block(
-                (where.phase, where.epoch, where.batch), step=step, rank=self._rank, attempt=self._attempt, wall_time=now, reason=reason
-            )
-            self._note(block)
+            self._flight.take_draft(row_of_batch(where, step, time.time_ns() // 1000, "partial", reason))
 
     def _sync(self) -> None:
         """Make durable what is written, mark it, and answer who waits for that."""
+        self._flight.report()
         self._acknowledge()
         self._sync_files()
         self._manifest.mark_durable()
@@ -643,9 +697,9 @@ class Writer:
         self._dirty.clear()
 
     def _answer(self) -> None:
-        for request in self._requests:
+        for request in [request for request in self._requests if self._can_answer(request)]:
             request.done.set()
-        self._requests.clear()
+            self._requests.remove(request)
 
     def _seal(self, shards: Sequence[ShardWriter]) -> None:
         """Seal shards, with the syncs of all together: the first brings most of the others about."""
@@ -663,6 +717,7 @@ class Writer:
 
     def _finish(self) -> None:
         """Seal every shard, publish exact extents, turn the journal into a part."""
+        self._flight.close()
         self._arrays.finish(self._epoch_batches())
         self._seal([shard for shards in self._shards.values() for shard in shards.values()])
         self._shards.clear()

@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "draining does not wait",
         ("drains",),
-        (of_stager("drain", "while self._outstanding.keys() & before:", "while False:"),),
+        (of_stager("drain", "while (self._outstanding.keys() - self._held) & before:", "while False:"),),
         is_forgiven=False,
     ),
     # The writer
@@ -255,7 +255,7 @@ MUTANTS = [
         "the writer gives a region back before it is encoded",
         ("recorded, encoded",),
         (
-            of_writer("_take_region", "self._to_encode.append(prepared)", "self._stager.release(region); self._to_encode.append(prepared)"),
+            of_writer("_line_up", "self._to_encode.append(prepared)", "self._stager.release(region); self._to_encode.append(prepared)"),
             of_writer("_write_region", "    self._stager.release(region)\n    block = ", "    block = "),
         ),
         is_forgiven=False,
