@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from hookstore.planning import plan
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
-    from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
+    from hookstore.run import Fired, PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
     from hookstore.statistics import Statistics
     from hookstore.tapping import LayerTap, Tap, tap
+    from hookstore.triggers import GradientNorm, NonFinite, Raised, Signalled, Where
     from hookstore.values import Arguments, NotStored, PackedSequence, Record
     from hookstore.verification import Fault, Verification, verify
 
@@ -54,13 +55,16 @@ __all__ = [
     "ClockError",
     "CorruptRunError",
     "Fault",
+    "Fired",
     "FormatVersionError",
     "GradientEdit",
+    "GradientNorm",
     "HookstoreError",
     "LayerRun",
     "LayerTap",
     "MissingCaptureError",
     "NestedArray",
+    "NonFinite",
     "NotARunError",
     "NotStored",
     "Occurrence",
@@ -71,6 +75,7 @@ __all__ = [
     "PlannedTensor",
     "Progress",
     "QuantizedArray",
+    "Raised",
     "Record",
     "Recorder",
     "RecorderBusyError",
@@ -85,12 +90,14 @@ __all__ = [
     "SampleLayer",
     "Samples",
     "SelectionError",
+    "Signalled",
     "SparseArray",
     "Statistics",
     "Tap",
     "UnknownLayerError",
     "UnsupportedModelError",
     "Verification",
+    "Where",
     "__version__",
     "clip_gradient",
     "open",
@@ -109,6 +116,7 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("GradientNorm", "NonFinite", "Raised", "Signalled", "Where"), "hookstore.triggers"),
     **dict.fromkeys(("SampleCaptures", "SampleHistory", "SampleLayer"), "hookstore.histories"),
     "Occurrence": "hookstore.occurrences",
     **dict.fromkeys(("Plan", "PlannedTensor"), "hookstore.planned"),
@@ -119,7 +127,7 @@ _HOME = {
     **dict.fromkeys(("NestedArray", "QuantizedArray", "SparseArray"), "hookstore.joined"),
     **dict.fromkeys(("Fault", "Verification", "verify"), "hookstore.verification"),
     **dict.fromkeys(("Captures", "LayerRun"), "hookstore.captures"),
-    **dict.fromkeys(("PartialBatch", "Run", "RunInfo", "open"), "hookstore.run"),
+    **dict.fromkeys(("Fired", "PartialBatch", "Run", "RunInfo", "open"), "hookstore.run"),
 }
 
 

@@ -88,6 +88,7 @@ class ModelHooks:
         if self._is_removed:
             return
         self._optimizers.turn()
+        self._sink.tell()
         clock = self._sink.clock
         self._meet_compiler()
         if self._names.is_stale:
@@ -131,6 +132,7 @@ class ModelHooks:
     def tick(self) -> None:
         """Go on to the next batch: the first model is being called."""
         clock = self._sink.clock
+        self._sink.tell()
         self._meet_compiler()
         clock.tick()
         here = clock.here()
@@ -147,6 +149,7 @@ class ModelHooks:
         Which graph that is was decided before it ran, and so is now for the next: that of the root module's next call, or of another call in this batch.
         """
         clock = self._sink.clock
+        self._sink.tell()
         clock.tick()
         self._optimizers.turn()
         here = clock.here()

@@ -213,6 +213,9 @@ class LiveSink:
     def skip_unforeseen(self, coordinates: Coordinates) -> None:
         """Do nothing: layers in compiled graphs are refused."""
 
+    def tell(self) -> None:
+        """No other thread finds anything."""
+
     def cut_short(self, here: Coordinates, reason: str) -> None:
         """Note that a forward was broken off."""
         kept = self._kept()

@@ -128,6 +128,16 @@ class PartialBatch(NamedTuple):
     reason: str
 
 
+class Fired(NamedTuple):
+    """A batch in which a trigger of the flight recorder fired; see `Run.fired`."""
+
+    phase: str
+    epoch: int
+    batch: int
+    attempt: int
+    reason: str
+
+
 class Run:
     """A run, open for reading; made by `open`.
 
@@ -376,6 +386,12 @@ class Run:
                 if not pc.any(again).as_py():
                     partial.append(PartialBatch(row["phase"], row["epoch"], row["batch"], row["attempt"], row["reason"]))
         return partial
+
+    @property
+    def fired(self) -> list[Fired]:
+        """When triggers of the flight recorder fired, in that order, and why: the layer, what was wrong, and where in the tensor."""
+        rows = (row for row in self._batch_rows if row["status"] == "fired")
+        return [Fired(*(row[name] for name in Fired._fields)) for row in rows]
 
     @property
     def attempts(self) -> list[int]:

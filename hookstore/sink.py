@@ -86,6 +86,9 @@ class Sink(Protocol):
     def cut_short(self, here: Coordinates, reason: str) -> None:
         """Note that a forward was broken off."""
 
+    def tell(self) -> None:
+        """Warn, on a thread that trains, of what other threads have found; called at each tick."""
+
 
 class StagingSink:
     """Takes tensors from the hooks and stages them, until it is turned off.
@@ -121,14 +124,13 @@ class StagingSink:
         takes = due.takes.get(kind)
         if takes is None:
             return
-        if self._stager.messages:
-            self.tell()
         if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
             call = call._replace(scale=_scale_of(self.scaler))
         whole = tensor
         for take in takes:
-            tensor = whole
-            if take.portion is not None:
+            if take.portion is None:
+                tensor = whole
+            else:
                 part = self._part_of(whole, take, layer, kind, leaf, call, backward)
                 if part is None:
                     continue

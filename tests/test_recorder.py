@@ -134,6 +134,8 @@ def test_run_json_says_what_was_recorded(path):
         "kinds": ["activation", "gradient"],
         "phases": ["train"],
         "max_slowdown": None,
+        "last": None,
+        "when": None,
         "captures": [
             {
                 "name": "0",
