@@ -390,8 +390,8 @@ class Run:
     @property
     def fired(self) -> list[Fired]:
         """When triggers of the flight recorder fired, in that order, and why: the layer, what was wrong, and where in the tensor."""
-        rows = (row for row in self._batch_rows if row["status"] == "fired")
-        return [Fired(*(row[name] for name in Fired._fields)) for row in rows]
+        rows = self._rows_with(kind="", status="fired").select(Fired._fields).to_pylist()
+        return [Fired(**row) for row in rows]
 
     @property
     def attempts(self) -> list[int]:

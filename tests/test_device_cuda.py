@@ -235,3 +235,45 @@ def test_cuda_first_capture_under_inference_mode(cuda):
             transfer = device.copy(slot, torch.full((100,), value, device=cuda))
         transfer.wait()
         assert slot.eq(value).all()
+
+
+@pytest.mark.parametrize("stats", [True, "only"])
+def test_cuda_statistics_and_parts_without_waiting_for_the_device(stats, cuda, tmp_path):
+    """After the first batch, in which memory is allocated and positions are brought to the device, nothing in a forward or backward waits for it."""
+    model = small_net(cuda)
+    inputs = [torch.randn(8, 1, 16, 16, device=cuda) for _ in range(4)]
+    captures = [
+        hookstore.Capture(layers=LAYERS, kinds=["activation", "gradient"], stats=stats),
+        hookstore.Capture(layers=LAYERS[0], select={"sample": [3, 0]}),
+    ]
+    seen = []
+    model.get_submodule(LAYERS[0]).register_forward_hook(lambda _module, _args, output: seen.append(output.detach().clone()))
+    with hookstore.record(model, tmp_path / "run", captures=captures, buffer_bytes=8 << 20) as recorder:
+        for batch, given in enumerate(recorder.batches(inputs, epoch=0)):
+            torch.cuda.set_sync_debug_mode("error" if batch else "default")
+            try:
+                model(given).square().sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    with hookstore.open(tmp_path / "run") as run:
+        for batch, output in enumerate(seen):
+            found = run[LAYERS[0]].activation.stats(0, batch)
+            reference = output.double()
+            assert found.l2 == pytest.approx(float(reference.norm()), rel=1e-12)
+            assert found.max == float(reference.max())
+            assert run[LAYERS[0]].activation.portion({"sample": [3, 0]}).tensor(0, batch).equal(output[[3, 0]].cpu())
+
+
+def test_cuda_flight_recorder(cuda, tmp_path):
+    model = small_net(cuda)
+    inputs = [torch.randn(8, 1, 16, 16, device=cuda) for _ in range(12)]
+    inputs[6][2] = torch.nan
+    with (
+        pytest.warns(hookstore.CaptureWarning, match="flight recorder"),
+        hookstore.record(model, tmp_path / "run", layers=LAYERS, last=2, buffer_bytes=8 << 20) as recorder,
+    ):
+        for given in recorder.batches(inputs, epoch=0):
+            model(given)
+    with hookstore.open(tmp_path / "run") as run:
+        assert run.batches(0) == [5, 6, 7, 8]
+        assert (run.fired[0].epoch, run.fired[0].batch) == (0, 6)

@@ -122,6 +122,9 @@ def test_a_model_that_turns_nan_is_on_disk_from_four_batches_before_to_five_afte
     assert {row["status"] for row in rows(tmp_path / "run")} == {"ok", "fired"}
     assert hookstore.verify(tmp_path / "run").faults == []
     run = hookstore.open(tmp_path / "run")
+    reason = "non-finite activation of layer '2': 1 NaN, 0 Inf, first at index (3, 2)"
+    assert run.fired == [hookstore.Fired("train", 0, 20, 0, reason)]
+    assert run.partial_batches == []
     with pytest.raises(hookstore.MissingCaptureError, match=r"^(?!.*fired).*was not captured"):
         run["0"].activation.get(0, 20, call=1)
     found = {(row["layer"], row["kind"], row["batch"]) for row in rows(tmp_path / "run", status="ok")}
