@@ -69,30 +69,30 @@ class Inputs:
     def replaced(self, stand_ins: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Copied]]:
         """Return the arguments with stand-ins for the tensors, and the containers that were copied for it."""
         copies: list[Copied] = []
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                for tensor, stand_in in zip(self.tensors, stand_ins, strict=True):
-                    if tensor is value:
-                        return stand_in
-                return value
-            children = children_of(value)
-            if children is None:
-                return value
-            for made in copies:
-                if made.original is value:
-                    return made.copied
-            swapped = [swap(child) for child in children]
-            if all(one is other for one, other in zip(swapped, children, strict=True)):
-                return value
-            copied = rebuild(value, swapped)
-            if not isinstance(value, tuple):
-                copies.append(Copied(value, copied, children))
-            return copied
-
-        args = tuple([swap(value) for value in self._args])
-        kwargs = {name: swap(value) for name, value in self._kwargs.items()}
+        args = tuple([self._swapped(value, stand_ins, copies) for value in self._args])
+        kwargs = {name: self._swapped(value, stand_ins, copies) for name, value in self._kwargs.items()}
         return args, kwargs, copies
+
+    def _swapped(self, value: Any, stand_ins: Sequence[torch.Tensor], copies: list[Copied]) -> Any:
+        """Return a value with stand-ins; a method, since a function inside that calls itself would hold all tensors until garbage is collected."""
+        if isinstance(value, torch.Tensor):
+            for tensor, stand_in in zip(self.tensors, stand_ins, strict=True):
+                if tensor is value:
+                    return stand_in
+            return value
+        children = children_of(value)
+        if children is None:
+            return value
+        for made in copies:
+            if made.original is value:
+                return made.copied
+        swapped = [self._swapped(child, stand_ins, copies) for child in children]
+        if all(one is other for one, other in zip(swapped, children, strict=True)):
+            return value
+        copied = rebuild(value, swapped)
+        if not isinstance(value, tuple):
+            copies.append(Copied(value, copied, children))
+        return copied
 
 
 def children_of(value: Any) -> list[Any] | None:

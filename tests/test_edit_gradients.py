@@ -918,6 +918,26 @@ def test_nothing_is_kept_of_a_call():
     assert kept() is None
 
 
+def test_a_call_leaves_no_garbage():
+    """Cycles would keep the inputs of each call, which on a device is memory, until Python collects garbage."""
+    module = nn.ReLU(inplace=True)
+    edit = clip_gradient(module, 1.0)
+    leaf = torch.ones(3, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = leaf * 1
+        kept = [weakref.ref(tensor)]
+        output = module(tensor)
+        kept.append(weakref.ref(output))
+        output.sum().backward()
+        del tensor, output
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()
+    edit.remove()
+
+
 def test_edits_of_nested_modules_act_from_the_inside_out():
     inner = nn.Identity()
     outer = nn.Sequential(inner)
