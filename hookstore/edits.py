@@ -48,7 +48,8 @@ class Edit:
         self.option, self.given = option, number
         self.is_clip, self.is_reversed, self.scaler = is_clip, is_reversed, scaler
         self.calls = _Calls()
-        self.has_edited = False
+        self.under_way: list[None] = []  # as many as there are calls under way on all threads (append and pop are atomic, a count is not)
+        self.has_edited = self.has_ended = False
         self._traced: list[StandIns | None] = []  # calls under way in a trace, where locals of a thread have no place
         self._ending: list[RemovableHandle] = []
         if not callable(number):
@@ -97,17 +98,17 @@ class Edit:
         return None if stand_ins is None else stand_ins.put_right(output)
 
     def end(self, handles: list[RemovableHandle]) -> None:
-        """Have no more calls edited; one that is under way still is put right."""
+        """Have no more calls edited; one that is under way on any thread still is put right."""
         handles[0].remove()
-        if self.calls.stack:
-            self._ending = handles[1:]
-        else:
-            handles[1].remove()
+        self._ending = handles[1:]
+        self.has_ended = True
+        self.remove_last()
 
-    def ended_call(self) -> None:
-        """Remove the last hook if the edit has ended during the call."""
-        if self._ending and not self.calls.stack:
-            self._ending.pop().remove()
+    def remove_last(self) -> None:
+        """Remove the last hook if the edit has ended and no call needs it any more."""
+        if self.has_ended and not self.under_way:
+            for handle in self._ending:
+                handle.remove()
 
     def pin(self) -> None:
         """Have guards on hooks in what is being compiled."""
@@ -249,7 +250,8 @@ class PreHook(InertCopy):
             return None if _is_exporting() else edit.trace(args, kwargs)
         stack = edit.calls.stack
         stack.append(None)
-        if not torch.is_grad_enabled() or is_traced():
+        edit.under_way.append(None)  # before it is asked whether the edit has ended, so that the last hook stays or nothing is edited
+        if edit.has_ended or not torch.is_grad_enabled() or is_traced():
             return None
         with torch._C.DisableTorchFunction():
             inputs = Inputs(args, kwargs)
@@ -281,8 +283,11 @@ class PostHook(InertCopy):
         if _is_compiling():
             return None if _is_exporting() else self._edit.end_trace(output)
         stack = self._edit.calls.stack
-        stand_ins = stack.pop() if stack else None
-        self._edit.ended_call()
+        stand_ins = None
+        if stack:
+            stand_ins = stack.pop()
+            self._edit.under_way.pop()
+        self._edit.remove_last()
         if stand_ins is None:
             return None
         if output is None and has_raised():

@@ -540,6 +540,31 @@ def test_an_edit_removed_during_a_call_is_kept_for_that_call():
     assert not module._forward_pre_hooks
 
 
+def test_an_edit_removed_by_another_thread_during_a_call_is_kept_for_that_call():
+    weight, is_inside, may_go_on = torch.ones(2, requires_grad=True), threading.Event(), threading.Event()
+
+    def edit_late(tensor):
+        is_inside.set()
+        may_go_on.wait(60)
+        return tensor.mul_(5)
+
+    def run():
+        tensor = weight * 1
+        (module(tensor).sum() + tensor.sum()).backward()
+
+    module = Does(edit_late)
+    edit = scale_gradient(module, -3)
+    thread = threading.Thread(target=run)
+    thread.start()
+    is_inside.wait(60)
+    edit.remove()
+    may_go_on.set()
+    thread.join()
+    assert weight.grad.tolist() == [-30, -30]
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+
+
 # Nested values ----------------------------------------------------------------------------------------------------
 
 Pair = collections.namedtuple("Pair", "one two")
