@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -102,7 +103,15 @@ class Edit:
         handles[0].remove()
         self._ending = handles[1:]
         self.has_ended = True
+        if self.calls.stack and not _num_calls(None):
+            self.forget_calls()
         self.remove_last()
+
+    def forget_calls(self) -> None:
+        """Forget calls of this thread that were broken off by what runs no hooks, such as a KeyboardInterrupt."""
+        while self.calls.stack:
+            self.calls.stack.pop()
+            self.under_way.pop()
 
     def remove_last(self) -> None:
         """Remove the last hook if the edit has ended and no call needs it any more."""
@@ -249,6 +258,8 @@ class PreHook(InertCopy):
         if _is_compiling():
             return None if _is_exporting() else edit.trace(args, kwargs)
         stack = edit.calls.stack
+        if stack and _num_calls(module) == 1:
+            edit.forget_calls()
         stack.append(None)
         edit.under_way.append(None)  # before it is asked whether the edit has ended, so that the last hook stays or nothing is edited
         if edit.has_ended or not torch.is_grad_enabled() or is_traced():
@@ -295,6 +306,17 @@ class PostHook(InertCopy):
             return None
         with torch._C.DisableTorchFunction():
             return stand_ins.put_right(output)
+
+
+def _num_calls(module: nn.Module | None) -> int:
+    """Count the calls of a module, or of all, that this thread is in."""
+    code, found = nn.Module._call_impl.__code__, 0
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and (module is None or frame.f_locals.get("self") is module):
+            found += 1
+        frame = frame.f_back
+    return found
 
 
 def _warn_of_no_input(edit: Edit, module: nn.Module) -> None:

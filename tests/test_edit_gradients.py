@@ -565,6 +565,37 @@ def test_an_edit_removed_by_another_thread_during_a_call_is_kept_for_that_call()
     assert not module._forward_pre_hooks
 
 
+def test_a_call_broken_off_by_an_interrupt_is_forgotten():
+    """Such an exception has torch run no hooks, and a notebook goes on after it."""
+
+    def interrupt(tensor):
+        if is_broken_off:
+            raise KeyboardInterrupt
+        return tensor * 2
+
+    module = Does(interrupt)
+    edit = scale_gradient(module, -1)
+
+    def break_off():
+        tensor = torch.ones(2, requires_grad=True) * 1
+        with pytest.raises(KeyboardInterrupt):
+            module(tensor)
+        return weakref.ref(tensor)
+
+    is_broken_off = True
+    kept = break_off()
+    is_broken_off = False
+    module(torch.ones(2, requires_grad=True))
+    gc.collect()
+    assert kept() is None
+    is_broken_off = True
+    kept = break_off()
+    edit.remove()
+    gc.collect()
+    assert kept() is None
+    assert not module._forward_hooks
+
+
 # Nested values ----------------------------------------------------------------------------------------------------
 
 Pair = collections.namedtuple("Pair", "one two")
