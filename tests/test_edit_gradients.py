@@ -596,6 +596,63 @@ def test_a_call_broken_off_by_an_interrupt_is_forgotten():
     assert not module._forward_hooks
 
 
+class Doubling(torch.Tensor):
+    """Has another sine."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result + result if func is torch.sin else result
+
+
+OF_CLASS = {"sine": torch.sin, "passed on": lambda tensor: tensor, "view": lambda tensor: tensor.view(1, 2), "in place": functional.relu_}
+
+
+@pytest.mark.parametrize(
+    ("what", "share", "is_leaf"),
+    [
+        *(("sine", 2.0, is_leaf) for is_leaf in (False, True)),
+        *((what, 1.0, is_leaf) for what in ("passed on", "view") for is_leaf in (False, True)),
+        ("in place", 1.0, False),
+    ],
+)
+def test_a_tensor_of_a_class_of_its_own_stays_one(what, share, is_leaf):
+    start = torch.zeros(2)
+
+    def run(module):
+        leaf = start.clone().as_subclass(Doubling).requires_grad_() if is_leaf else start.clone().requires_grad_()
+        tensor = leaf if is_leaf else (leaf + 1e-9).as_subclass(Doubling)
+        seen = []
+        handle = module.register_forward_pre_hook(lambda _module, args: seen.append(type(args[0])))
+        output = module(tensor)
+        handle.remove()
+        output.sum().backward()
+        return output, leaf.grad, seen
+
+    module = Does(OF_CLASS[what])
+    plain, gradient, _ = run(module)
+    scale_gradient(module, -3.0)
+    output, edited, seen = run(module)
+    assert seen == [Doubling]
+    assert type(output) is type(plain) is Doubling
+    assert torch.equal(output.as_subclass(torch.Tensor), plain.as_subclass(torch.Tensor))
+    assert torch.allclose(gradient.as_subclass(torch.Tensor), torch.full((2,), share))
+    assert torch.allclose(edited.as_subclass(torch.Tensor), torch.full((2,), -3 * share))
+
+
+def test_what_is_written_on_a_tensor_is_on_its_stand_in_and_what_the_module_writes_is_on_the_tensor():
+    def use(tensor):
+        tensor.written = tensor.mask * 2
+        return tensor, tensor.view(-1)
+
+    tensor, module = torch.ones(2, requires_grad=True) * 1, Does(use)
+    scale_gradient(module, -1)
+    tensor.mask = 3
+    output, view = module(tensor)
+    assert tensor.written == output.written == 6
+    assert not hasattr(view, "written")
+
+
 # Nested values ----------------------------------------------------------------------------------------------------
 
 Pair = collections.namedtuple("Pair", "one two")
