@@ -356,7 +356,7 @@ def edit_into_dict(tensor):
 def tensors_of(value):
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    items = value.values() if isinstance(value, dict | collections.UserDict) else value if isinstance(value, list | tuple) else ()
     return [tensor for item in items for tensor in tensors_of(item)]
 
 
@@ -680,6 +680,7 @@ NESTED = {
     "dataclass": Open,
     "frozen": Frozen,
     "returned": lambda one, two: torch.return_types.max((one, two)),
+    "userdict": lambda one, two: collections.UserDict(one=one, two=two),
 }
 
 
@@ -753,9 +754,36 @@ class Tight(tuple):
         return super().__new__(cls, (one,))
 
 
-@pytest.mark.parametrize(
-    "value", [Holder, lambda tensor: {tensor}, lambda tensor: collections.deque([tensor]), Tight], ids=["object", "set", "deque", "tuple"]
-)
+@dataclasses.dataclass
+class WithMore:
+    number: int
+
+    @classmethod
+    def of(cls, tensor):
+        made = cls(1)
+        made.more = [tensor]
+        return made
+
+
+class Named(dict):
+    @classmethod
+    def of(cls, tensor):
+        made = cls(number=1)
+        made.more = tensor
+        return made
+
+
+HIDING = {
+    "object": Holder,
+    "set": lambda tensor: {tensor},
+    "deque": lambda tensor: collections.deque([tensor]),
+    "tuple": Tight,
+    "attribute of a dataclass": WithMore.of,
+    "attribute of a dict": Named.of,
+}
+
+
+@pytest.mark.parametrize("value", HIDING.values(), ids=HIDING)
 def test_tensors_where_they_cannot_be_edited_are_refused(value):
     module = Does(lambda *_args, other: other)
     scale_gradient(module, 2)
