@@ -1,6 +1,7 @@
 """What a module is called with, and returns: containers with tensors inside, made again with other tensors.
 
-Nothing is left out in silence: where a tensor that requires grad lies in what cannot be made again, there is an error that says so.
+Where a tensor that requires grad lies in what cannot be made again, there is an error that says so, as far as containers and the attributes of one object go:
+objects inside objects are not searched. A cache of keys and values is such a one, which most transformers hand to every layer with what earlier ones put in.
 """
 
 from __future__ import annotations

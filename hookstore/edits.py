@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.compiler import Settings
@@ -308,6 +309,11 @@ class PostHook(InertCopy):
             return stand_ins.put_right(output)
 
 
+def _is_dual(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has a tangent."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def _num_calls(module: nn.Module | None) -> int:
     """Count the calls of a module, or of all, that this thread is in."""
     code, found = nn.Module._call_impl.__code__, 0
@@ -331,10 +337,15 @@ def _warn_of_no_input(edit: Edit, module: nn.Module) -> None:
 
 
 def _refuse(edit: Edit, module: nn.Module, inputs: Inputs) -> None:
-    if any(map(_is_functorch, inputs.tensors)):
+    if any(map(_is_functorch, inputs.tensors)) or any(map(_is_dual, inputs.tensors)):
         raise UnsupportedModelError(
-            f"a {type_name(module)} whose gradient is edited was called inside a function transform (vmap, grad or jvp of torch.func), which the edit cannot "
-            "follow; remove() it before"
+            f"a {type_name(module)} whose gradient is edited was called inside a function transform (vmap, grad or jvp of torch.func, or forward-mode "
+            "differentiation), which the edit cannot follow; remove() it before"
+        )
+    if any(tensor.is_nested and tensor.layout == torch.strided for tensor in inputs.tensors):
+        raise UnsupportedModelError(
+            f"a {type_name(module)} whose gradient is edited was called with a nested tensor of strided layout, which no autograd function of one's own "
+            "takes; use layout=torch.jagged"
         )
     if edit.is_clip and "_is_replica" in vars(module):
         raise UnsupportedModelError(

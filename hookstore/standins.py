@@ -62,7 +62,9 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     if _is_compiling():
         return tensor.view_as(tensor)
-    if _base_of(tensor).is_leaf:
+    if (
+        _base_of(tensor).is_leaf and not tensor.is_nested
+    ):  # (which torch makes no view of; it refuses an edit when the history is handed on)
         return _like(tensor, tensor.view_as(tensor))
     made = tensor.detach()
     return made if not _loses_kind(tensor, made) else torch.Tensor._make_subclass(type(tensor), made)  # (no view, as detach makes none)
@@ -177,6 +179,10 @@ class StandIns:
                 return after
         if entry.was_handed_on:
             translated = entry.tensor if returned is base else _same_view(returned, entry.tensor)
+        elif returned.is_nested:
+            raise UnsupportedModelError(
+                "the module returns a nested tensor as it came in, of which torch makes no view, so that its gradient cannot be edited; have it return a clone"
+            )
         else:
             translated = HookstoreOutput.apply(entry.tensor, returned)
         if translated is not entry.tensor:

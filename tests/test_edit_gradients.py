@@ -295,6 +295,34 @@ def test_function_transforms_are_refused():
         torch.func.grad(lambda tensor: module(tensor).sum())(torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")
+def test_forward_mode_is_refused_where_there_are_tangents():
+    module, tensor = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    reverse_gradient(module)
+    with torch.autograd.forward_ad.dual_level():
+        module(tensor)
+        with pytest.raises(UnsupportedModelError, match="forward-mode differentiation"):
+            module(torch.autograd.forward_ad.make_dual(tensor, torch.ones(2)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_strided_layout_are_refused():
+    module = Does(lambda tensor: tensor * 3)
+    reverse_gradient(module)
+    with pytest.raises(UnsupportedModelError, match="Does whose gradient is edited was called with a nested tensor of strided layout"):
+        module(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True))
+    tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True, layout=torch.jagged)
+    module(tensor).values().sum().backward()
+    assert tensor.grad.values().tolist() == [-3] * 5
+    module.function = lambda tensor: tensor
+    for given in (tensor, tensor * 1):
+        with pytest.raises(UnsupportedModelError, match="returns a nested tensor as it came in"):
+            module(given)
+    module.function = lambda tensor: tensor.mul_(2)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        module(tensor)
+
+
 def test_a_module_without_an_input_that_requires_grad_is_told_of_once():
     whole = model()
     edit = reverse_gradient(whole)
@@ -744,6 +772,19 @@ def test_a_container_that_the_module_changes_is_changed():
     assert weight.grad.item() == 100 - (2 + 3 + 5)
 
 
+@pytest.mark.parametrize("value", [lambda tensor: [tensor], lambda tensor: {"a": tensor}, Open])
+def test_what_a_module_leaves_in_a_container_that_it_returns_has_no_edit(value):
+    weight, module = torch.ones(1, requires_grad=True), nn.Identity()
+    scale_gradient(module, -1.0)
+    tensor = weight * 1
+    given = value(tensor)
+    assert module(given) is given
+    left = tensors_of(vars(given) if dataclasses.is_dataclass(given) else given)[0]
+    assert left is tensor
+    left.sum().backward()
+    assert weight.grad.item() == 1
+
+
 class Holder:
     def __init__(self, tensor):
         self.inside = {"deep": tensor}
@@ -857,6 +898,15 @@ class Checkpointed(nn.Module):
 def save_views(_context, operator, *_args, **_kwargs):
     saved = (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.clone.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_the_forward_that_checkpointing_repeats_has_the_edits_of_then_if_it_is_reentrant(is_reentrant):
+    module, leaf = Does(lambda tensor: tensor * 2), torch.ones(1, requires_grad=True)
+    with scale_gradient(module, -3.0):
+        output = checkpoint(module, leaf, use_reentrant=is_reentrant)
+    output.backward()
+    assert leaf.grad.item() == (2 if is_reentrant else -6)
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "a part"])
