@@ -1,6 +1,7 @@
 """What a module is called with, and returns: containers with tensors inside, made again with other tensors.
 
-Nothing is left out in silence: where a tensor that requires grad lies in what cannot be made again, there is an error that says so.
+Where a tensor that requires grad lies in what cannot be made again, there is an error that says so, as far as containers and the attributes of one object go:
+objects inside objects are not searched. A cache of keys and values is such a one, which most transformers hand to every layer with what earlier ones put in.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hookstore.errors import UnsupportedModelError
 from hookstore.nested import type_name
 
 DEEPEST = 32
+_BUILT_IN = frozenset((tuple, list, dict, OrderedDict))  # whose attributes nobody uses
 _PLAIN = frozenset((type(None), str, int, float, bool, bytes, complex, slice, range, torch.Size, torch.device, torch.dtype))
 
 
@@ -57,7 +59,7 @@ class Inputs:
         else:
             children = children_of(value)
             if children is None:
-                _refuse_hidden(value)
+                _refuse_hidden(value, [])
             elif depth == DEEPEST:
                 raise UnsupportedModelError(
                     f"an argument of the module is nested more than {DEEPEST} levels deep, or holds itself; pass its tensors flat"
@@ -65,34 +67,36 @@ class Inputs:
             else:
                 for child in children:
                     self._find(child, depth + 1)
+                if type(value) not in _BUILT_IN:
+                    _refuse_hidden(value, self.tensors)
 
     def replaced(self, stand_ins: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Copied]]:
         """Return the arguments with stand-ins for the tensors, and the containers that were copied for it."""
         copies: list[Copied] = []
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                for tensor, stand_in in zip(self.tensors, stand_ins, strict=True):
-                    if tensor is value:
-                        return stand_in
-                return value
-            children = children_of(value)
-            if children is None:
-                return value
-            for made in copies:
-                if made.original is value:
-                    return made.copied
-            swapped = [swap(child) for child in children]
-            if all(one is other for one, other in zip(swapped, children, strict=True)):
-                return value
-            copied = rebuild(value, swapped)
-            if not isinstance(value, tuple):
-                copies.append(Copied(value, copied, children))
-            return copied
-
-        args = tuple([swap(value) for value in self._args])
-        kwargs = {name: swap(value) for name, value in self._kwargs.items()}
+        args = tuple([self._swapped(value, stand_ins, copies) for value in self._args])
+        kwargs = {name: self._swapped(value, stand_ins, copies) for name, value in self._kwargs.items()}
         return args, kwargs, copies
+
+    def _swapped(self, value: Any, stand_ins: Sequence[torch.Tensor], copies: list[Copied]) -> Any:
+        """Return a value with stand-ins; a method, since a function inside that calls itself would hold all tensors until garbage is collected."""
+        if isinstance(value, torch.Tensor):
+            for tensor, stand_in in zip(self.tensors, stand_ins, strict=True):
+                if tensor is value:
+                    return stand_in
+            return value
+        children = children_of(value)
+        if children is None:
+            return value
+        for made in copies:
+            if made.original is value:
+                return made.copied
+        swapped = [self._swapped(child, stand_ins, copies) for child in children]
+        if all(one is other for one, other in zip(swapped, children, strict=True)):
+            return value
+        copied = rebuild(value, swapped)
+        if not isinstance(value, tuple):
+            copies.append(Copied(value, copied, children))
+        return copied
 
 
 def children_of(value: Any) -> list[Any] | None:
@@ -156,23 +160,23 @@ def refuse_container(kind: type, error: Exception | None = None) -> NoReturn:
     ) from error
 
 
-def _refuse_hidden(value: Any) -> None:
-    """Refuse an object of some other kind if it has tensors that require grad, whose gradients would go unedited."""
+def _refuse_hidden(value: Any, found: Sequence[torch.Tensor]) -> None:
+    """Refuse an object if it has, in its attributes, tensors that require grad and are not among those found, whose gradients would go unedited."""
     if type(value) in _PLAIN or isinstance(value, type | nn.Module) or callable(value):
         return
     held = list(value) if isinstance(value, set | frozenset | deque) else list(getattr(value, "__dict__", {}).values())
-    if any(_requires_grad(one, 0) for one in held):
+    if any(_requires_grad(one, found, 0) for one in held):
         raise UnsupportedModelError(
             f"an argument of the module is a {type_name(type(value))} that holds tensors which require grad, and whose gradients cannot be edited there; "
             "pass the tensors themselves, or in tuples, lists, dicts or dataclasses"
         )
 
 
-def _requires_grad(value: Any, depth: int) -> bool:
+def _requires_grad(value: Any, found: Sequence[torch.Tensor], depth: int) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.requires_grad
+        return value.requires_grad and not any(value is one for one in found)
     children = None if depth == DEEPEST else children_of(value)
-    return children is not None and any(_requires_grad(child, depth + 1) for child in children)
+    return children is not None and any(_requires_grad(child, found, depth + 1) for child in children)
 
 
 class Copied:

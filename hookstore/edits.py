@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.compiler import Settings
@@ -48,7 +50,8 @@ class Edit:
         self.option, self.given = option, number
         self.is_clip, self.is_reversed, self.scaler = is_clip, is_reversed, scaler
         self.calls = _Calls()
-        self.has_edited = False
+        self.under_way: list[None] = []  # as many as there are calls under way on all threads (append and pop are atomic, a count is not)
+        self.has_edited = self.has_ended = False
         self._traced: list[StandIns | None] = []  # calls under way in a trace, where locals of a thread have no place
         self._ending: list[RemovableHandle] = []
         if not callable(number):
@@ -97,17 +100,25 @@ class Edit:
         return None if stand_ins is None else stand_ins.put_right(output)
 
     def end(self, handles: list[RemovableHandle]) -> None:
-        """Have no more calls edited; one that is under way still is put right."""
+        """Have no more calls edited; one that is under way on any thread still is put right."""
         handles[0].remove()
-        if self.calls.stack:
-            self._ending = handles[1:]
-        else:
-            handles[1].remove()
+        self._ending = handles[1:]
+        self.has_ended = True
+        if self.calls.stack and not _num_calls(None):
+            self.forget_calls()
+        self.remove_last()
 
-    def ended_call(self) -> None:
-        """Remove the last hook if the edit has ended during the call."""
-        if self._ending and not self.calls.stack:
-            self._ending.pop().remove()
+    def forget_calls(self) -> None:
+        """Forget calls of this thread that were broken off by what runs no hooks, such as a KeyboardInterrupt."""
+        while self.calls.stack:
+            self.calls.stack.pop()
+            self.under_way.pop()
+
+    def remove_last(self) -> None:
+        """Remove the last hook if the edit has ended and no call needs it any more."""
+        if self.has_ended and not self.under_way:
+            for handle in self._ending:
+                handle.remove()
 
     def pin(self) -> None:
         """Have guards on hooks in what is being compiled."""
@@ -248,8 +259,11 @@ class PreHook(InertCopy):
         if _is_compiling():
             return None if _is_exporting() else edit.trace(args, kwargs)
         stack = edit.calls.stack
+        if stack and _num_calls(module) == 1:
+            edit.forget_calls()
         stack.append(None)
-        if not torch.is_grad_enabled() or is_traced():
+        edit.under_way.append(None)  # before it is asked whether the edit has ended, so that the last hook stays or nothing is edited
+        if edit.has_ended or not torch.is_grad_enabled() or is_traced():
             return None
         with torch._C.DisableTorchFunction():
             inputs = Inputs(args, kwargs)
@@ -281,8 +295,11 @@ class PostHook(InertCopy):
         if _is_compiling():
             return None if _is_exporting() else self._edit.end_trace(output)
         stack = self._edit.calls.stack
-        stand_ins = stack.pop() if stack else None
-        self._edit.ended_call()
+        stand_ins = None
+        if stack:
+            stand_ins = stack.pop()
+            self._edit.under_way.pop()
+        self._edit.remove_last()
         if stand_ins is None:
             return None
         if output is None and has_raised():
@@ -290,6 +307,22 @@ class PostHook(InertCopy):
             return None
         with torch._C.DisableTorchFunction():
             return stand_ins.put_right(output)
+
+
+def _is_dual(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has a tangent."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _num_calls(module: nn.Module | None) -> int:
+    """Count the calls of a module, or of all, that this thread is in."""
+    code, found = nn.Module._call_impl.__code__, 0
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and (module is None or frame.f_locals.get("self") is module):
+            found += 1
+        frame = frame.f_back
+    return found
 
 
 def _warn_of_no_input(edit: Edit, module: nn.Module) -> None:
@@ -304,10 +337,15 @@ def _warn_of_no_input(edit: Edit, module: nn.Module) -> None:
 
 
 def _refuse(edit: Edit, module: nn.Module, inputs: Inputs) -> None:
-    if any(map(_is_functorch, inputs.tensors)):
+    if any(map(_is_functorch, inputs.tensors)) or any(map(_is_dual, inputs.tensors)):
         raise UnsupportedModelError(
-            f"a {type_name(module)} whose gradient is edited was called inside a function transform (vmap, grad or jvp of torch.func), which the edit cannot "
-            "follow; remove() it before"
+            f"a {type_name(module)} whose gradient is edited was called inside a function transform (vmap, grad or jvp of torch.func, or forward-mode "
+            "differentiation), which the edit cannot follow; remove() it before"
+        )
+    if any(tensor.is_nested and tensor.layout == torch.strided for tensor in inputs.tensors):
+        raise UnsupportedModelError(
+            f"a {type_name(module)} whose gradient is edited was called with a nested tensor of strided layout, which no autograd function of one's own "
+            "takes; use layout=torch.jagged"
         )
     if edit.is_clip and "_is_replica" in vars(module):
         raise UnsupportedModelError(

@@ -130,14 +130,18 @@ class GradientEdit:
     made: the first one gets what comes out of the module.
 
     Edited is the gradient of every tensor that requires grad among the arguments of a call, positional or by keyword, also inside tuples, lists, mappings and
-    dataclasses; an absent gradient stays absent. Each call is edited by itself, once, under activation checkpointing too. With ``create_graph=True`` an edited
-    gradient has its derivative, and what leaves the module in the backward of that is edited in turn. Calls without grad, and what is traced or exported
-    (`torch.jit.trace`, `torch.export`, `torch.fx`), have no edit. A copied, pickled or saved module has none either.
+    dataclasses; an absent gradient stays absent. What is reached otherwise goes unedited: through an iterator, a closure, or an object inside an object, such
+    as a cache of keys and values. Each call is edited by itself, once, under activation checkpointing too; if that is reentrant, what counts is the call that
+    is repeated in the backward, with the edits and numbers of then. With ``create_graph=True`` an edited gradient has its derivative, and what leaves the
+    module in the backward of that is edited in turn. Calls without grad, and what is traced or exported (`torch.jit.trace`, `torch.export`, `torch.fx`), have
+    no edit. A copied, pickled or saved module has none either.
 
     The module may edit its inputs in place. What it returns as it came in, or as a view of that, must not be edited in place by others, nor its input while
-    the output is still used: torch raises an error then that names ``HookstoreOutput``. A module that keeps its input for later keeps the stand-in. Function
-    transforms (`torch.func`) and what cannot be followed are refused with an `UnsupportedModelError` when the module is called. In eval mode a
-    ``TransformerEncoderLayer`` leaves its fused path because of any hook on it or in it, so that values may differ in the last digits.
+    the output is still used: torch raises an error then that names ``HookstoreOutput``. A module that keeps its input for later keeps a stand-in in the same
+    memory, which must not be edited in place after the call: torch cannot tell. A list, mapping or dataclass that the module returns as it came in is the
+    caller's own, and what the module left in it has no edit. Function transforms (`torch.func`), forward-mode differentiation and what cannot be followed are
+    refused with an `UnsupportedModelError` when the module is called. In eval mode a ``TransformerEncoderLayer`` leaves its fused path because of any hook on
+    it or in it, so that values may differ in the last digits.
 
     While the module is recorded, ``input_gradient`` is the gradient before all edits of the module, and ``gradient`` of whatever made the input is the one
     after them, whichever was begun first.
@@ -161,7 +165,7 @@ class GradientEdit:
         ]
 
     def remove(self) -> None:
-        """End the edit; does nothing if it has ended. A call that is under way, and graphs of earlier ones, keep it."""
+        """End the edit; does nothing if it has ended. A call that is under way, and graphs of earlier ones, keep it (except under reentrant checkpointing)."""
         if self._handles:
             self._edit.end(self._handles)
             self._handles = []

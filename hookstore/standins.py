@@ -60,7 +60,24 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
     A leaf, or a view of one, may not be edited in place anyway, and the compiler traces no repair after the call: a view has torch refuse edits in both cases.
     """
-    return tensor.view_as(tensor) if _is_compiling() or _base_of(tensor).is_leaf else tensor.detach()
+    if _is_compiling():
+        return tensor.view_as(tensor)
+    if (
+        _base_of(tensor).is_leaf and not tensor.is_nested
+    ):  # (which torch makes no view of; it refuses an edit when the history is handed on)
+        return _like(tensor, tensor.view_as(tensor))
+    made = tensor.detach()
+    return made if not _loses_kind(tensor, made) else torch.Tensor._make_subclass(type(tensor), made)  # (no view, as detach makes none)
+
+
+def _loses_kind(tensor: torch.Tensor, made: torch.Tensor) -> bool:
+    """Say whether a tensor made of another, with its `__torch_function__` left out, is of no such class any more; a parameter's is not for others."""
+    return type(made) is not type(tensor) and not isinstance(tensor, nn.Parameter)
+
+
+def _like(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a view with the class of another tensor."""
+    return view.as_subclass(type(tensor)) if _loses_kind(tensor, view) else view
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +101,9 @@ class StandIns:
         self._inputs = inputs
         self._entries: list[_Entry] = []
         if not _is_compiling():
-            pairs = zip(inputs.tensors, stand_ins, strict=True)
+            pairs = list(zip(inputs.tensors, stand_ins, strict=True))
+            for tensor, stand_in in pairs:
+                stand_in.__dict__ = tensor.__dict__  # what users have written on a tensor, or their module writes
             self._entries = [
                 _Entry(tensor, stand_in) for tensor, stand_in in pairs if stand_in._base is None
             ]  # (torch takes care of a view)
@@ -160,8 +179,14 @@ class StandIns:
                 return after
         if entry.was_handed_on:
             translated = entry.tensor if returned is base else _same_view(returned, entry.tensor)
+        elif returned.is_nested:
+            raise UnsupportedModelError(
+                "the module returns a nested tensor as it came in, of which torch makes no view, so that its gradient cannot be edited; have it return a clone"
+            )
         else:
             translated = HookstoreOutput.apply(entry.tensor, returned)
+        if translated is not entry.tensor:
+            translated.__dict__ = returned.__dict__
         self._returned.append((returned, translated))
         return translated
 
@@ -215,10 +240,10 @@ def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _same_view(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of a tensor that lies in memory as another view does."""
+    """Return the view of a tensor that lies in memory as another view does, and is of its class."""
     if view._base is None:
-        return tensor.view_as(tensor)
+        return _like(view, tensor.view_as(tensor))
     if view.dtype == tensor.dtype and view.is_conj() == tensor.is_conj() and view.is_neg() == tensor.is_neg():
-        return tensor.as_strided(view.size(), view.stride(), view.storage_offset())
+        return _like(view, tensor.as_strided(view.size(), view.stride(), view.storage_offset()))
     made: torch.Tensor = view._view_func(tensor)  # type: ignore[attr-defined]
-    return made
+    return _like(view, made)

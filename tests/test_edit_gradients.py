@@ -295,6 +295,34 @@ def test_function_transforms_are_refused():
         torch.func.grad(lambda tensor: module(tensor).sum())(torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")
+def test_forward_mode_is_refused_where_there_are_tangents():
+    module, tensor = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    reverse_gradient(module)
+    with torch.autograd.forward_ad.dual_level():
+        module(tensor)
+        with pytest.raises(UnsupportedModelError, match="forward-mode differentiation"):
+            module(torch.autograd.forward_ad.make_dual(tensor, torch.ones(2)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_strided_layout_are_refused():
+    module = Does(lambda tensor: tensor * 3)
+    reverse_gradient(module)
+    with pytest.raises(UnsupportedModelError, match="Does whose gradient is edited was called with a nested tensor of strided layout"):
+        module(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True))
+    tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True, layout=torch.jagged)
+    module(tensor).values().sum().backward()
+    assert tensor.grad.values().tolist() == [-3] * 5
+    module.function = lambda tensor: tensor
+    for given in (tensor, tensor * 1):
+        with pytest.raises(UnsupportedModelError, match="returns a nested tensor as it came in"):
+            module(given)
+    module.function = lambda tensor: tensor.mul_(2)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        module(tensor)
+
+
 def test_a_module_without_an_input_that_requires_grad_is_told_of_once():
     whole = model()
     edit = reverse_gradient(whole)
@@ -356,7 +384,7 @@ def edit_into_dict(tensor):
 def tensors_of(value):
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    items = value.values() if isinstance(value, dict | collections.UserDict) else value if isinstance(value, list | tuple) else ()
     return [tensor for item in items for tensor in tensors_of(item)]
 
 
@@ -540,6 +568,119 @@ def test_an_edit_removed_during_a_call_is_kept_for_that_call():
     assert not module._forward_pre_hooks
 
 
+def test_an_edit_removed_by_another_thread_during_a_call_is_kept_for_that_call():
+    weight, is_inside, may_go_on = torch.ones(2, requires_grad=True), threading.Event(), threading.Event()
+
+    def edit_late(tensor):
+        is_inside.set()
+        may_go_on.wait(60)
+        return tensor.mul_(5)
+
+    def run():
+        tensor = weight * 1
+        (module(tensor).sum() + tensor.sum()).backward()
+
+    module = Does(edit_late)
+    edit = scale_gradient(module, -3)
+    thread = threading.Thread(target=run)
+    thread.start()
+    is_inside.wait(60)
+    edit.remove()
+    may_go_on.set()
+    thread.join()
+    assert weight.grad.tolist() == [-30, -30]
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+
+
+def test_a_call_broken_off_by_an_interrupt_is_forgotten():
+    """Such an exception has torch run no hooks, and a notebook goes on after it."""
+
+    def interrupt(tensor):
+        if is_broken_off:
+            raise KeyboardInterrupt
+        return tensor * 2
+
+    module = Does(interrupt)
+    edit = scale_gradient(module, -1)
+
+    def break_off():
+        tensor = torch.ones(2, requires_grad=True) * 1
+        with pytest.raises(KeyboardInterrupt):
+            module(tensor)
+        return weakref.ref(tensor)
+
+    is_broken_off = True
+    kept = break_off()
+    is_broken_off = False
+    module(torch.ones(2, requires_grad=True))
+    gc.collect()
+    assert kept() is None
+    is_broken_off = True
+    kept = break_off()
+    edit.remove()
+    gc.collect()
+    assert kept() is None
+    assert not module._forward_hooks
+
+
+class Doubling(torch.Tensor):
+    """Has another sine."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result + result if func is torch.sin else result
+
+
+OF_CLASS = {"sine": torch.sin, "passed on": lambda tensor: tensor, "view": lambda tensor: tensor.view(1, 2), "in place": functional.relu_}
+
+
+@pytest.mark.parametrize(
+    ("what", "share", "is_leaf"),
+    [
+        *(("sine", 2.0, is_leaf) for is_leaf in (False, True)),
+        *((what, 1.0, is_leaf) for what in ("passed on", "view") for is_leaf in (False, True)),
+        ("in place", 1.0, False),
+    ],
+)
+def test_a_tensor_of_a_class_of_its_own_stays_one(what, share, is_leaf):
+    start = torch.zeros(2)
+
+    def run(module):
+        leaf = start.clone().as_subclass(Doubling).requires_grad_() if is_leaf else start.clone().requires_grad_()
+        tensor = leaf if is_leaf else (leaf + 1e-9).as_subclass(Doubling)
+        seen = []
+        handle = module.register_forward_pre_hook(lambda _module, args: seen.append(type(args[0])))
+        output = module(tensor)
+        handle.remove()
+        output.sum().backward()
+        return output, leaf.grad, seen
+
+    module = Does(OF_CLASS[what])
+    plain, gradient, _ = run(module)
+    scale_gradient(module, -3.0)
+    output, edited, seen = run(module)
+    assert seen == [Doubling]
+    assert type(output) is type(plain) is Doubling
+    assert torch.equal(output.as_subclass(torch.Tensor), plain.as_subclass(torch.Tensor))
+    assert torch.allclose(gradient.as_subclass(torch.Tensor), torch.full((2,), share))
+    assert torch.allclose(edited.as_subclass(torch.Tensor), torch.full((2,), -3 * share))
+
+
+def test_what_is_written_on_a_tensor_is_on_its_stand_in_and_what_the_module_writes_is_on_the_tensor():
+    def use(tensor):
+        tensor.written = tensor.mask * 2
+        return tensor, tensor.view(-1)
+
+    tensor, module = torch.ones(2, requires_grad=True) * 1, Does(use)
+    scale_gradient(module, -1)
+    tensor.mask = 3
+    output, view = module(tensor)
+    assert tensor.written == output.written == 6
+    assert not hasattr(view, "written")
+
+
 # Nested values ----------------------------------------------------------------------------------------------------
 
 Pair = collections.namedtuple("Pair", "one two")
@@ -567,6 +708,7 @@ NESTED = {
     "dataclass": Open,
     "frozen": Frozen,
     "returned": lambda one, two: torch.return_types.max((one, two)),
+    "userdict": lambda one, two: collections.UserDict(one=one, two=two),
 }
 
 
@@ -630,6 +772,19 @@ def test_a_container_that_the_module_changes_is_changed():
     assert weight.grad.item() == 100 - (2 + 3 + 5)
 
 
+@pytest.mark.parametrize("value", [lambda tensor: [tensor], lambda tensor: {"a": tensor}, Open])
+def test_what_a_module_leaves_in_a_container_that_it_returns_has_no_edit(value):
+    weight, module = torch.ones(1, requires_grad=True), nn.Identity()
+    scale_gradient(module, -1.0)
+    tensor = weight * 1
+    given = value(tensor)
+    assert module(given) is given
+    left = tensors_of(vars(given) if dataclasses.is_dataclass(given) else given)[0]
+    assert left is tensor
+    left.sum().backward()
+    assert weight.grad.item() == 1
+
+
 class Holder:
     def __init__(self, tensor):
         self.inside = {"deep": tensor}
@@ -640,9 +795,36 @@ class Tight(tuple):
         return super().__new__(cls, (one,))
 
 
-@pytest.mark.parametrize(
-    "value", [Holder, lambda tensor: {tensor}, lambda tensor: collections.deque([tensor]), Tight], ids=["object", "set", "deque", "tuple"]
-)
+@dataclasses.dataclass
+class WithMore:
+    number: int
+
+    @classmethod
+    def of(cls, tensor):
+        made = cls(1)
+        made.more = [tensor]
+        return made
+
+
+class Named(dict):
+    @classmethod
+    def of(cls, tensor):
+        made = cls(number=1)
+        made.more = tensor
+        return made
+
+
+HIDING = {
+    "object": Holder,
+    "set": lambda tensor: {tensor},
+    "deque": lambda tensor: collections.deque([tensor]),
+    "tuple": Tight,
+    "attribute of a dataclass": WithMore.of,
+    "attribute of a dict": Named.of,
+}
+
+
+@pytest.mark.parametrize("value", HIDING.values(), ids=HIDING)
 def test_tensors_where_they_cannot_be_edited_are_refused(value):
     module = Does(lambda *_args, other: other)
     scale_gradient(module, 2)
@@ -716,6 +898,15 @@ class Checkpointed(nn.Module):
 def save_views(_context, operator, *_args, **_kwargs):
     saved = (torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.clone.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_the_forward_that_checkpointing_repeats_has_the_edits_of_then_if_it_is_reentrant(is_reentrant):
+    module, leaf = Does(lambda tensor: tensor * 2), torch.ones(1, requires_grad=True)
+    with scale_gradient(module, -3.0):
+        output = checkpoint(module, leaf, use_reentrant=is_reentrant)
+    output.backward()
+    assert leaf.grad.item() == (2 if is_reentrant else -6)
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "a part"])
@@ -916,6 +1107,26 @@ def test_nothing_is_kept_of_a_call():
     del module, edit
     gc.collect()
     assert kept() is None
+
+
+def test_a_call_leaves_no_garbage():
+    """Cycles would keep the inputs of each call, which on a device is memory, until Python collects garbage."""
+    module = nn.ReLU(inplace=True)
+    edit = clip_gradient(module, 1.0)
+    leaf = torch.ones(3, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = leaf * 1
+        kept = [weakref.ref(tensor)]
+        output = module(tensor)
+        kept.append(weakref.ref(output))
+        output.sum().backward()
+        del tensor, output
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()
+    edit.remove()
 
 
 def test_edits_of_nested_modules_act_from_the_inside_out():
