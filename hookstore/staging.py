@@ -433,6 +433,7 @@ class Stager:
         if self.failure is not None:
             raise self.failure
         if tensor.numel() == 0:
+            capture.scale = math.nan  # it scales nothing, and may live on a device that the writer must not wait for
             if capture.take.stats:
                 with _unseen():
                     _summarize(capture, tensor)

@@ -131,3 +131,12 @@ def test_captures_larger_than_the_buffer_disturb_no_selective_checkpointing(tmp_
     with recording(model, tmp_path / "run", layers="wide", stats=stats, dtype=torch.float16, buffer_bytes=64 << 10):
         model(inputs).sum().backward()
     assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), expected, strict=True))
+
+
+def test_an_empty_gradient_has_statistics_whatever_its_scale_lives_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("hookstore.sink._scale_of", lambda _: torch.empty((), device="meta"))  # as on CUDA: the host cannot have its value
+    model, scaler = nn.Sequential(nn.Identity()), torch.amp.GradScaler("cpu")
+    with recording(model, tmp_path / "run", kinds="gradient", stats=True, scaler=scaler):
+        model(torch.empty(0, 3, requires_grad=True)).sum().backward()
+    (row,) = rows_of(tmp_path / "run")
+    assert (row["status"], row["shape"], row["mean"], row["l2"], row["nan"]) == ("ok", [0, 3], None, 0.0, 0)
