@@ -81,7 +81,7 @@ class Verification:
     num_captures, num_bytes, num_shards : int
         Captures that were checked, their bytes on disk, and the shards that they are in.
     num_gaps, num_lost : int
-        Manifest rows without a tensor, and those of them that a power failure took.
+        Manifest rows of something that is missing, and those of them that a power failure took.
     num_faults : int
         Everything that is wrong.
     faults : list of Fault
@@ -196,7 +196,7 @@ class _Check:
         self.statuses = np.asarray(np.array([*texts, ""], dtype=object)[codes])
         found.num_captures = int((self.statuses == "ok").sum())
         found.num_lost = int((self.statuses == "lost").sum())
-        found.num_gaps = len(self.statuses) - found.num_captures
+        found.num_gaps = int((~np.isin(self.statuses, ("ok", "summarized", "fired"))).sum())
         for position in np.flatnonzero(~np.isin(self.statuses, STATUSES)).tolist():
             found._add(self._fault(position, f"the manifest has status {self.statuses[position]!r}, which there is not", run_path))
 
