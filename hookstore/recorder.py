@@ -303,6 +303,7 @@ class Recorder:
         self._is_closed = False
         self._clock = Clock(agenda, _phase_of(models), budget)
         rank = _rank_of_process()[0]
+        agenda.check_stored(array.spec for array in leftover.arrays)
         catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=rank, stored=[array.spec for array in leftover.arrays])
         pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(
@@ -387,7 +388,7 @@ class Recorder:
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Record nothing inside a ``with`` statement: there are no hooks on the layers, and calls of the root module are no batches of the automatic clock.
 
-        A clock that was set goes on where it stood. Pauses may be nested.
+        A clock that was set goes on where it stood. Pauses may be nested. Gradients of a forward before the pause are recorded all the same.
         """
         self._check_open()
         return self._clock.pause()

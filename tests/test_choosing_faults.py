@@ -140,3 +140,47 @@ def test_an_empty_gradient_has_statistics_whatever_its_scale_lives_on(tmp_path, 
         model(torch.empty(0, 3, requires_grad=True)).sum().backward()
     (row,) = rows_of(tmp_path / "run")
     assert (row["status"], row["shape"], row["mean"], row["l2"], row["nan"]) == ("ok", [0, 3], None, 0.0, 0)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.often, self.seldom = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, inputs, *, takes_both):
+        outputs = self.often(inputs)
+        return self.seldom(outputs) if takes_both else outputs
+
+
+def test_a_layer_that_is_not_called_misses_what_was_due_and_no_more(tmp_path):
+    model = Branching()
+    captures = [
+        hookstore.Capture(layers="seldom"),
+        hookstore.Capture(layers="seldom", kinds=["input", "gradient"], every=4),
+        hookstore.Capture(layers="seldom", kinds="parameter", phases="eval"),
+    ]
+    with pytest.warns(hookstore.CaptureWarning, match="0 calls"), recording(model, tmp_path / "run", captures=captures) as recorder:
+        for batch, inputs in enumerate(recorder.batches([torch.randn(2, 3)] * 4, epoch=0)):
+            model(inputs, takes_both=batch < 2).sum().backward()
+    assert [(row["kind"], row["batch"]) for row in rows_of(tmp_path / "run") if row["status"] == "skipped"] == [("activation", 2)]
+
+
+def test_axes_keep_their_names_when_a_run_is_gone_on_with(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with recording(model, tmp_path / "run", dims=("sample", "token", "feature")):
+        model(torch.ones(2, 3, 3))
+    with pytest.raises(hookstore.OptionError, match="is there with the axes") as caught:
+        recording(model, tmp_path / "run", mode="a", dims=("sample", "feature", "token"))
+    assert caught.value.option == "dims"
+    for dims in (("sample", "token", "feature"), None):  # the run is as it was, and goes on
+        with recording(model, tmp_path / "run", mode="a", dims=dims):
+            model(torch.ones(2, 3, 3))
+    assert len(rows_of(tmp_path / "run")) == 3
+
+
+def test_statistics_alone_are_no_gaps(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with recording(model, tmp_path / "run", stats="only"):
+        model(torch.ones(2, 3))
+    found = hookstore.verify(tmp_path / "run")
+    assert (found.is_sound, found.num_captures, found.num_gaps) == (True, 0, 0)
