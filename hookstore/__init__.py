@@ -30,12 +30,17 @@ if TYPE_CHECKING:
     from hookstore.capture import Capture
     from hookstore.captures import Captures, LayerRun
     from hookstore.gradients import GradientEdit, clip_gradient, reverse_gradient, scale_gradient
+    from hookstore.histories import SampleCaptures, SampleHistory, SampleLayer
     from hookstore.joined import NestedArray, QuantizedArray, SparseArray
+    from hookstore.occurrences import Occurrence
+    from hookstore.planned import Plan, PlannedTensor
+    from hookstore.planning import plan
     from hookstore.recorder import Progress, Recorder, record
     from hookstore.recovery import RecoveryReport, recover
     from hookstore.run import PartialBatch, Run, RunInfo, open  # noqa: A004
     from hookstore.samples import Samples
     from hookstore.statistics import Statistics
+    from hookstore.tapping import LayerTap, Tap, tap
     from hookstore.values import Arguments, NotStored, PackedSequence, Record
     from hookstore.verification import Fault, Verification, verify
 
@@ -53,13 +58,17 @@ __all__ = [
     "GradientEdit",
     "HookstoreError",
     "LayerRun",
+    "LayerTap",
     "MissingCaptureError",
     "NestedArray",
     "NotARunError",
     "NotStored",
+    "Occurrence",
     "OptionError",
     "PackedSequence",
     "PartialBatch",
+    "Plan",
+    "PlannedTensor",
     "Progress",
     "QuantizedArray",
     "Record",
@@ -71,20 +80,26 @@ __all__ = [
     "RunExistsError",
     "RunInfo",
     "RunLockedError",
+    "SampleCaptures",
+    "SampleHistory",
+    "SampleLayer",
     "Samples",
     "SelectionError",
     "SparseArray",
     "Statistics",
+    "Tap",
     "UnknownLayerError",
     "UnsupportedModelError",
     "Verification",
     "__version__",
     "clip_gradient",
     "open",
+    "plan",
     "record",
     "recover",
     "reverse_gradient",
     "scale_gradient",
+    "tap",
     "verify",
 ]
 
@@ -94,6 +109,11 @@ _HOME = {
     **dict.fromkeys(("Progress", "Recorder", "record"), "hookstore.recorder"),
     **dict.fromkeys(("RecoveryReport", "recover"), "hookstore.recovery"),
     "Samples": "hookstore.samples",
+    **dict.fromkeys(("SampleCaptures", "SampleHistory", "SampleLayer"), "hookstore.histories"),
+    "Occurrence": "hookstore.occurrences",
+    **dict.fromkeys(("Plan", "PlannedTensor"), "hookstore.planned"),
+    "plan": "hookstore.planning",
+    **dict.fromkeys(("LayerTap", "Tap", "tap"), "hookstore.tapping"),
     "Statistics": "hookstore.statistics",
     **dict.fromkeys(("Arguments", "NotStored", "PackedSequence", "Record"), "hookstore.values"),
     **dict.fromkeys(("NestedArray", "QuantizedArray", "SparseArray"), "hookstore.joined"),

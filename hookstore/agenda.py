@@ -236,6 +236,7 @@ class Agenda:
         self.dues: list[Due] = []
         self._always_stats = always_stats
         self._every = _check_together(self.choices)
+        self._dims = _dims_together(self.choices)
         self._takes: dict[tuple[object, ...], Take] = {}
         self._by_states: dict[tuple[int, ...], Due | None] = {}
         self._layers_of: dict[tuple[bool, ...], frozenset[str]] = {}
@@ -319,6 +320,10 @@ class Agenda:
             self._by_states[key] = self._make(key) if any(key) else None
         return self._by_states[key]
 
+    def all_due(self) -> Due:
+        """Return what would be due in a batch of every capture, with conditions that do not hold."""
+        return self._make((1,) * len(self.choices))
+
     @staticmethod
     def _wants(choice: Choice, phase: str | None, epoch: int, batch: int, step: int | None) -> bool:
         return choice.is_on and (phase is None or phase in choice.schedule.phases) and choice.schedule.wants(epoch, batch, step)
@@ -348,8 +353,8 @@ class Agenda:
         has_tensor = any(stats != ONLY for _, stats in same)
         has_stats = self._always_stats or any(stats for _, stats in same)
         stats = (ALSO if has_stats else NO_STATS) if has_tensor else ONLY
-        choice = same[0][0]
-        dims = tuple(choice.capture.dims or ())
+        choice = next((choice for choice, stats in same if stats != ONLY), same[0][0])
+        dims = self._dims.get((layer, kind), ())
         text = "" if choice.portion is None else choice.portion.text
         every = self._every[layer, kind, text]
         key = (text, dims, choice.dtype, choice.codecs["float32"], stats, every)
@@ -390,33 +395,49 @@ def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> tup
 def _check_together(choices: Sequence[Choice]) -> dict[tuple[str, str, str], int]:
     """Make sure that what several captures want of one layer, kind and portion is one array's, and return how often each is due at most."""
     every: dict[tuple[str, str, str], int] = {}
-    first: dict[tuple[str, str, str], Choice] = {}
-    dims: dict[tuple[str, str], Choice] = {}
+    first: dict[tuple[object, ...], tuple[Choice, Any]] = {}
     for choice in choices:
         text = "" if choice.portion is None else choice.portion.text
-        for layer in choice.layers:
-            for kind in choice.capture.kinds:
-                key = (layer, kind, text)
-                every[key] = min(every.get(key, choice.schedule.every), choice.schedule.every)
-                other = first.setdefault(key, choice)
-                for option, ours, theirs in (
-                    ("dtype", choice.dtype, other.dtype),
-                    ("codec", choice.codecs["float32"], other.codecs["float32"]),
-                ):
-                    if ours != theirs:
-                        raise OptionError(
-                            f"captures: {other.name!r} and {choice.name!r} both choose {kind} of layer {layer!r}"
-                            f"{f', {text},' if text else ''} with {option} {theirs} and {ours}; what is stored once has one {option}",
-                            option=option,
-                        )
-                named = dims.setdefault((layer, kind), choice)
-                if tuple(named.capture.dims or ()) != tuple(choice.capture.dims or ()):
+        codec = choice.codecs["float32"]
+        for layer, kind in ((layer, kind) for layer in choice.layers for kind in choice.capture.kinds):
+            key = (layer, kind, text)
+            every[key] = min(every.get(key, choice.schedule.every), choice.schedule.every)
+            options = {"dtype": choice.dtype, **({} if choice.capture.stats == ONLY else {"codec": codec})}
+            for option, value in options.items():
+                other, theirs = first.setdefault((option, *key), (choice, value))
+                if value != theirs:
                     raise OptionError(
-                        f"captures: {named.name!r} and {choice.name!r} both choose {kind} of layer {layer!r}, with dims {named.capture.dims} and "
-                        f"{choice.capture.dims}; give both the same",
-                        option="dims",
+                        f"captures: {other.name!r} and {choice.name!r} both choose {kind} of layer {layer!r}{f', {text},' if text else ''} with {option} "
+                        f"{theirs} and {value}; what is stored once has one {option}",
+                        option=option,
                     )
     return every
+
+
+def _dims_together(choices: Sequence[Choice]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return what the axes of each layer's and kind's tensors are called, where any capture says so; all that do must agree."""
+    named: dict[tuple[str, str], Choice] = {}
+    for choice in choices:
+        for key in ((layer, kind) for layer in choice.layers for kind in choice.capture.kinds if choice.capture.dims is not None):
+            other = named.setdefault(key, choice)
+            if tuple(other.capture.dims or ()) != tuple(choice.capture.dims or ()):
+                raise _unlike_dims(other, choice, key)
+    for choice in choices:
+        for key in ((layer, kind) for layer in choice.layers for kind in choice.capture.kinds if (layer, kind) in named):
+            dims = named[key].capture.dims or ()
+            for pick in choice.portion.picks if choice.portion is not None else ():
+                if not pick.name.lstrip("-").isdigit() and dims[pick.axis : pick.axis + 1] != (pick.name,):
+                    raise _unlike_dims(named[key], choice, key)
+    return {key: tuple(choice.capture.dims or ()) for key, choice in named.items()}
+
+
+def _unlike_dims(one: Choice, other: Choice, key: tuple[str, str]) -> OptionError:
+    layer, kind = key
+    return OptionError(
+        f"captures: {one.name!r} and {other.name!r} both choose {kind} of layer {layer!r}, with dims {one.capture.dims} and {other.capture.dims}; give both "
+        "the same",
+        option="dims",
+    )
 
 
 def _last(extents: Sequence[int | None]) -> int | None:

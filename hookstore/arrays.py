@@ -10,6 +10,7 @@ Zarr v3: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -28,6 +29,7 @@ from zarr.core.dtype.wrapper import ZDType
 from zarr.core.group import GroupMetadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 
+from hookstore.dimensions import Dimension, coordinate_files, dimensions_of, is_coordinate
 from hookstore.errors import CorruptRunError
 from hookstore.files import read_small, replace_all, sync_directory, system, write_atomically, write_new
 from hookstore.format import DTYPES, MAKING_PREFIX, ArraySpec, escape
@@ -134,14 +136,15 @@ for _type in (BFloat16, Float8E5M2):
 
 @dataclass(slots=True)
 class _LayerState:
-    """Extents that all arrays of a layer share, as published and as needed, and its arrays by name."""
+    """What the arrays of a layer share: extents, as published and as needed, and names of dimensions, each with what it stands for."""
 
     directory: str
     extents: list[int]
     wanted: list[int]
-    num_samples: int | None = None
     seen: list[int] = field(default_factory=lambda: [0, 0, 0])
     arrays: dict[str, ArraySpec] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)  # of the dimensions of each array
+    dimensions: dict[str, tuple[int, bytes | None]] = field(default_factory=dict)
 
 
 class ArrayStore:
@@ -197,8 +200,11 @@ class ArrayStore:
         for array in arrays:
             layer.arrays[array.spec.name] = array.spec
             layer.seen = [max(sizes) for sizes in zip(layer.seen, seen.get(array.spec.path, (0, 0, 0)), strict=True)]
-            if layer.num_samples is None:
-                layer.num_samples = array.num_samples
+            layer.names[array.spec.name] = list(array.names)
+            for called, dimension in zip(array.names, dimensions_of(array.spec), strict=True):
+                if dimension.positions is not None and is_coordinate(called):  # the power may have taken it, and left the array
+                    self._has_coordinate(layer, called, dimension.positions)
+                layer.dimensions.setdefault(called, (dimension.size, dimension.positions))
         layer.wanted = [max(sizes) for sizes in zip(layer.wanted, layer.seen, strict=True)]
         if any(list(array.extents) != extents[: len(array.extents)] for array in arrays):  # a writer died while it published them
             layer.extents = []
@@ -214,7 +220,7 @@ class ArrayStore:
                 return
         except OSError:
             pass
-        self._write_new(directory, wanted)
+        self._write_new(directory, {"zarr.json": wanted})
 
     def directory(self, spec: ArraySpec) -> str:
         """Return the directory of an array."""
@@ -246,7 +252,8 @@ class ArrayStore:
                     wanted[axis] = (position + 1, _ahead(position + 1, epoch_batches or 0), _ahead(position + 1, 0))[axis]
         if spec.name not in layer.arrays:
             layer.arrays[spec.name] = spec
-            self._write_new(self.directory(spec), self._array_metadata(layer, spec))
+            layer.names[spec.name] = self._name_dimensions(layer, spec)
+            self._write_new(self.directory(spec), {"zarr.json": self._array_metadata(layer, spec)})
 
     def grow(self) -> None:
         """Bring every layer's arrays to the extents that are needed, all in one go: each file that is replaced has to be synced first."""
@@ -274,36 +281,60 @@ class ArrayStore:
         replace_all(contents, self._layers_path)
 
     def _array_metadata(self, layer: _LayerState, spec: ArraySpec) -> bytes:
-        return array_metadata(spec, tuple(layer.extents), self._dimension_names(layer, spec))
+        leading = ["epoch", "batch", *(["call"] if spec.calls else [])]
+        return array_metadata(spec, tuple(layer.extents), leading + layer.names[spec.name])
 
-    def _write_new(self, directory: str, contents: bytes) -> None:
-        """Write the ``zarr.json`` of a new group or array.
+    def _write_new(self, directory: str, files: Mapping[str, bytes]) -> None:
+        """Write the ``zarr.json`` of a new group or array, and what else there is from the beginning.
 
         It appears whole, also where the power fails right after: readers would warn about a directory without metadata, and raise at half of it. That it
         stays is synced together with the first captures.
         """
         if os.path.isdir(directory):  # the root, which stands before anything reads it
-            write_atomically(os.path.join(directory, "zarr.json"), contents)
+            write_atomically(os.path.join(directory, "zarr.json"), files["zarr.json"])
         else:
             self._num_made += 1
             making = os.path.join(os.path.dirname(self._layers_path), f"{MAKING_PREFIX}{os.getpid()}-{self._num_made}")
             system.mkdir(making)
-            write_new(os.path.join(making, "zarr.json"), contents, sync=True)
+            for name, contents in files.items():
+                write_new(os.path.join(making, name), contents, sync=True)
             sync_directory(making)
             system.replace(making, directory)
         self.unsynced.add(os.path.dirname(directory))
 
-    def _dimension_names(self, layer: _LayerState, spec: ArraySpec) -> list[str]:
-        """Name the dimensions so that no name has two sizes within the layer's group, which xarray would refuse."""
-        names = ["epoch", "batch", *(["call"] if spec.calls else [])]
-        for position, size in enumerate(spec.chunk_shape):
-            is_sample = position == 0 and spec.kind != "parameter"
-            if is_sample and layer.num_samples is None:
-                layer.num_samples = size
-            # "activation_1", "parameter_0.weight": the position comes before the first dot, where no array has one in its name
-            rest = spec.name.removeprefix(spec.kind)
-            names.append("sample" if is_sample and layer.num_samples == size else f"{spec.kind}_{position}{rest}")
+    def _name_dimensions(self, layer: _LayerState, spec: ArraySpec) -> list[str]:
+        """Name the dimensions so that no name has two meanings within the layer's group, and see to it that their coordinates are there."""
+        names: list[str] = []
+        for dimension in dimensions_of(spec):
+            name = dimension.wished
+            if not name or not self._takes(layer, name, dimension):
+                name = dimension.own
+                while name in names or not self._takes(layer, name, dimension):  # a user's name is the same, or a file is in the way
+                    name = f"{name}_" if dimension.positions is None else escape(f"{name}_")
+            names.append(name)
         return names
+
+    def _takes(self, layer: _LayerState, name: str, dimension: Dimension) -> bool:
+        """Say whether a name stands for such a dimension, or can from now on."""
+        meaning = (dimension.size, dimension.positions)
+        if layer.dimensions.get(name, meaning) != meaning:
+            return False
+        if dimension.positions is not None and not self._has_coordinate(layer, name, dimension.positions):
+            return False
+        layer.dimensions[name] = meaning
+        return True
+
+    def _has_coordinate(self, layer: _LayerState, name: str, positions: bytes) -> bool:
+        """Write the coordinate of a dimension, before the first array that needs it; say whether what is there is this one."""
+        if name in layer.dimensions:
+            return True
+        directory, files = os.path.join(layer.directory, name), coordinate_files(name, positions)
+        if not os.path.lexists(directory):
+            self._write_new(directory, files)
+            return True
+        with contextlib.suppress(OSError):  # a writer has died between the two
+            return all(read_small(os.path.join(directory, file), len(contents)) == contents for file, contents in files.items())
+        return False
 
 
 def _ahead(need: int, known: int) -> int:

@@ -69,7 +69,7 @@ class ModelHooks:
         self._taps = Taps(weakly(self.tick_inside))
         self._layers = [LayerHooks(layer, of_calls[layer.name], sink, self._taps) for layer in selected if of_calls[layer.name]]
         self._names = ModuleNames(models)
-        self.uncalled = UncalledLayers({layer.name: kinds[layer.name] for layer in self._layers}, sink, self._likely_causes)
+        self.uncalled = UncalledLayers({layer.name: kinds[layer.name] for layer in self._layers}, sink, self.likely_causes)
         self._around = AroundLayers(models, selected, self.uncalled, sink, self._on_call)
         # which layers are recorded in this batch (None for all), and whether calls of the first model have a hook
         self._state: tuple[frozenset[str] | None, bool] | None = None
@@ -79,7 +79,8 @@ class ModelHooks:
         self._is_pinned = False
         stepped = [layer for layer in selected if "parameter_gradient" in kinds[layer.name]]
         self._optimizers = OptimizerHooks(models, stepped, sink, sink.scaler)
-        discard()
+        if not sink.is_live:
+            discard()  # (what is compiled already shows no live tensors anyway)
         follow(self)
 
     def update(self) -> None:
@@ -194,7 +195,8 @@ class ModelHooks:
         else:
             self._around.remove()
 
-    def _likely_causes(self, layers: Iterable[str]) -> dict[str, str]:
+    def likely_causes(self, layers: Iterable[str]) -> dict[str, str]:
+        """Say of each layer, one that a batch did not call, why that probably was."""
         now = self._names.now()
         by_name = {layer.name: layer for layer in self._layers}
         if any(now.get(name) is not by_name[name].module for name in layers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex
 
 import torch
@@ -86,6 +86,8 @@ class Capture:
         object.__setattr__(self, "kinds", check_kinds(self.kinds))
         if not isinstance(self.phases, str):
             object.__setattr__(self, "phases", tuple(self.phases))
+        if self.dims is not None:
+            object.__setattr__(self, "dims", check_dims(self.dims))
         for name in ("epochs", "batches", "steps"):
             value = getattr(self, name)
             if isinstance(value, Iterable) and not isinstance(value, str | range):
@@ -153,3 +155,25 @@ def check_dtype(dtype: torch.dtype | None) -> None:
     """
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in TORCH_DTYPES):
         raise OptionError(f"dtype: expected a floating-point torch.dtype such as torch.float16, got {dtype!r}", option="dtype")
+
+
+def check_captures(captures: Capture | Iterable[Capture] | None, short: dict[str, Any]) -> list[Capture]:
+    """Return what to record: the captures, or the one that the short form stands for.
+
+    Raises
+    ------
+    OptionError
+        If there is no capture, or an option of the short form beside some.
+    """
+    if captures is None:
+        return [Capture(**short)]
+    chosen = [captures] if isinstance(captures, Capture) else list(captures) if isinstance(captures, Iterable) else []
+    if not chosen or not all(isinstance(capture, Capture) for capture in chosen):
+        raise OptionError(f"captures: expected at least one hookstore.Capture, got {captures!r}", option="captures")
+    defaults = {field.name: field.default for field in fields(Capture)}
+    beside = [name for name, value in short.items() if value is not defaults[name] and value != defaults[name]]
+    if beside:
+        raise OptionError(
+            f"{beside[0]}: cannot be given beside captures=, each of which has its own; put it into a Capture", option=beside[0]
+        )
+    return chosen

@@ -13,9 +13,12 @@ import pyarrow.compute as pc
 
 from hookstore.assembly import Assembly
 from hookstore.errors import CaptureWarning, MissingCaptureError, OptionError
-from hookstore.format import KINDS
+from hookstore.format import KINDS, OF_BATCH
+from hookstore.portion import Portion, Select
 from hookstore.rows import RowIndex
 from hookstore.samples import Samples
+from hookstore.statistics import Statistics
+from hookstore.summaries import record_of, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from hookstore.run import Run
 
 _OF_PARAMETERS = ("parameter", "parameter_gradient")
+_NAMED = (*_OF_PARAMETERS, "annotation")  # kinds whose leaves are values of their own, each with a name
 _OF_BACKWARD = ("gradient", "input_gradient")  # kinds of which a tensor may have none
 
 
@@ -82,17 +86,20 @@ class LayerRun:
 class Captures:
     """The captures of one layer and kind: ``captures[epoch, batch]``."""
 
-    def __init__(self, run: Run, layer: str, kind: str, *, is_raw: bool = False, leaf: str | None = None) -> None:
+    def __init__(
+        self, run: Run, layer: str, kind: str, *, is_raw: bool = False, leaf: str | None = None, portion: str | None = None
+    ) -> None:
         self.run = run
         self.layer = layer
         self.kind = kind
         self._is_raw = is_raw
         self._leaf = leaf
+        self._portion = portion
 
     @property
     def raw(self) -> Captures:
         """The same as it is stored: gradients stay multiplied by the loss scale that they came with."""
-        return Captures(self.run, self.layer, self.kind, is_raw=True, leaf=self._leaf)
+        return Captures(self.run, self.layer, self.kind, is_raw=True, leaf=self._leaf, portion=self._portion)
 
     def leaf(self, path: str) -> Captures:
         """Look at one tensor of nested values alone, or at all that lies below a path.
@@ -102,7 +109,36 @@ class Captures:
         path : str
             As in the column ``leaf``: ``captures.leaf("1.0")[epoch, batch]`` is what ``captures[epoch, batch][1][0]`` is.
         """
-        return Captures(self.run, self.layer, self.kind, is_raw=self._is_raw, leaf=path)
+        return Captures(self.run, self.layer, self.kind, is_raw=self._is_raw, leaf=path, portion=self._portion)
+
+    @property
+    def portions(self) -> list[str]:
+        """Parts of tensors that are stored, as in the column ``portion``; the whole tensor is ``""``, and comes first."""
+        return self._all.portions
+
+    def portion(self, select: str | Select | None) -> Captures:
+        """Look at one part of the tensors alone.
+
+        Without this it is the whole tensor where the run has any whole one (or its statistics), and otherwise the only part that there is.
+
+        Parameters
+        ----------
+        select : str, mapping, callable or None
+            As in the column ``portion``, or as it was given to `record`: ``"sample[:8]"`` or ``{"sample": 8}``. ``None`` or ``""`` is the whole tensor.
+
+        Raises
+        ------
+        OptionError
+            If that names no part of a tensor.
+        """
+        text = "" if select is None else select if isinstance(select, str) else self._text_of(select)
+        return Captures(self.run, self.layer, self.kind, is_raw=self._is_raw, leaf=self._leaf, portion=text)
+
+    def _text_of(self, select: Select) -> str:
+        """Return the text of a part, whose axes have the names that they were given when they were recorded."""
+        portion = Portion.build(select, self.run._dims(self.layer, self.kind) or None)
+        assert portion is not None
+        return portion.text
 
     def __getitem__(self, where: tuple[int, ...]) -> Any:
         """Return ``captures[epoch, batch]`` or ``captures[epoch, batch, call]``; see `value`."""
@@ -137,7 +173,7 @@ class Captures:
             `PackedSequence`, an `Arguments` for several inputs, a `SparseArray`, `NestedArray` or `QuantizedArray`, ``None`` where there was ``None`` or
             (in a gradient) where no gradient arrived in that backward, and a `NotStored` where something was not stored. All tensors are of one attempt and
             one backward.
-            Several parameters are a dict by name.
+            Several parameters (or annotations) are a dict by name.
 
         Raises
         ------
@@ -149,7 +185,7 @@ class Captures:
         where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
         options: dict[str, Any] = {"phase": phase, "backward": backward, "attempt": attempt}
         index = self._index
-        if not index.has_structures and not (self.kind in _OF_PARAMETERS and self._leaf is None):
+        if not index.has_structures and not (self.kind in _NAMED and self._leaf is None):
             return self.tensor(*where.values(), **options) if torch else self.get(*where.values(), **options)
         phase = self._phase(phase)
         positions = index.find(phase, **where)
@@ -183,9 +219,9 @@ class Captures:
             if assembly.has(self._leaf):
                 return assembly.tensor(self._leaf)
             return read(index.place(self._position(*where.values(), leaf=None, **options)))
-        if len(tensors) == 1:
+        if len(tensors) == 1 and self.kind != "annotation":
             return assembly.tensor(tensors[0])
-        if self.kind in _OF_PARAMETERS:
+        if self.kind in _NAMED:
             return {tensor: assembly.tensor(tensor) for tensor in tensors}
         raise self._several(name, tensors, where)
 
@@ -294,8 +330,9 @@ class Captures:
         backward: int | None = None,
         attempt: int | None = None,
     ) -> dict[str, Any]:
-        """Return the manifest row of one tensor; parameters and errors as in `get`."""
-        position = self._position(epoch, batch, call, phase=phase, leaf=leaf, backward=backward, attempt=attempt)
+        """Return the manifest row of one tensor, or of its statistics; parameters and errors as in `stats`."""
+        where = {"phase": phase, "leaf": leaf, "backward": backward, "attempt": attempt}
+        position = self._position(epoch, batch, call, **where, may_be_summarized=True)  # type: ignore[arg-type]  # each of its own type
         row: dict[str, Any] = self._index.coded.slice(position, 1).to_pylist()[0]
         return row
 
@@ -363,10 +400,12 @@ class Captures:
         leaf: str | None,
         backward: int | None,
         attempt: int | None,
+        may_be_summarized: bool = False,
     ) -> int:
-        """Return where the row of one tensor stands in the index."""
+        """Return where the row of one tensor stands in the index, or, where that will do, one of its statistics alone."""
         where: dict[str, Any] = {"epoch": int(epoch), "batch": int(batch), "call": int(call)}
         index = self._index
+        only_captured = index.only_stored if may_be_summarized else index.only_captured
         phase = self._phase(phase)
         positions = index.find(phase, **where)
         if attempt is not None:
@@ -374,8 +413,10 @@ class Captures:
         if backward is not None:
             positions = index.only_backward(positions, backward)
         if positions.size:
-            latest = index.only_last_attempt(index.only_captured(positions))
+            latest = index.only_last_attempt(only_captured(positions))
             leaves = self._shown(index.leaves(latest if latest.size else positions))
+            if self.kind == "loss" and leaf is None and self._leaf is None and "" in leaves:
+                leaf = ""  # the others have names
             if leaf is None and len(leaves) > 1 and latest.size:
                 raise self._several(self._describe(**where, phase=phase), leaves, where)
             # (where there are several and none was captured, the reason of any will do)
@@ -383,14 +424,17 @@ class Captures:
             if chosen is not None:
                 positions = index.only_leaf(positions, chosen)
         if positions.size:
-            captured = index.only_last_attempt(index.only_captured(positions))
+            captured = index.only_last_attempt(only_captured(positions))
             if captured.size > 1 and backward is None:
                 self._warn_of_several(self._describe(**where, phase=phase), captured.size)
             if captured.size:
                 return int(captured[-1])
-            row = index.place(int(positions[-1]))
+            summarized = index.only_stored(positions)
+            row = index.place(int((summarized if summarized.size else positions)[-1]))
+            parts = [text for text in self.portions if text] if self._portion is None else []
+            hint = f"; .stats({', '.join(map(str, where.values()))}) reads them" + (f", and .portion({parts[0]!r}) a part" if parts else "")
             raise MissingCaptureError(
-                f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}",
+                f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}{hint if summarized.size else ''}",
                 layer=self.layer,
                 kind=self.kind,
                 status=row["status"],
@@ -414,17 +458,72 @@ class Captures:
         """Return why a layer that was called has no gradient there, or "" where that is not what is missing."""
         if self.kind not in (*_OF_BACKWARD, "parameter_gradient") or not self.run._records(self.kind):
             return ""
-        of_forward = (Captures(self.run, self.layer, kind)._index for kind in ("activation", "input", "parameter"))
-        if not any(index.only_captured(index.find(phase, **where)).size for index in of_forward):
+        of_forward = (Captures(self.run, self.layer, kind)._all for kind in ("activation", "input", "parameter"))
+        if not any(index.only_stored(index.find(phase, **where)).size for index in of_forward):
             return ""
         if self.kind == "parameter_gradient":
             return "no optimizer's step had a gradient of it there"
         return "no gradient arrived: the layer is frozen, the loss does not depend on it, or no backward ran"
 
+    def stats(
+        self,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        call: SupportsIndex = 0,
+        *,
+        phase: str | None = None,
+        leaf: str | None = None,
+        backward: int | None = None,
+        attempt: int | None = None,
+    ) -> Statistics:
+        """Return statistics of one tensor: those that were stored, or else computed of the tensor.
+
+        Parameters and errors are as in `get`; here a tensor of which only statistics are stored is none that is missing. Like what `get` returns, those of a
+        gradient are without its loss scale, and `raw` gives them with it.
+        """
+        where = {"phase": phase, "leaf": leaf, "backward": backward, "attempt": attempt}
+        position = self._position(epoch, batch, call, **where, may_be_summarized=True)  # type: ignore[arg-type]  # each of its own type
+        return Statistics.of_record(record_of(self.run, self._index, position, raw=self._is_raw))
+
+    def statistics(self, *, phase: str | None = None, leaf: str | None = None, attempt: int | None = None) -> pa.Table:
+        """Return the statistics of all captures as a table, one row for each, in order of phase, epoch, batch and call.
+
+        Tensors of which none were stored are read to compute them.
+
+        Parameters
+        ----------
+        phase : str, optional
+            Only ``"train"`` or only ``"eval"``.
+        leaf : str, optional
+            Only this path inside nested values, or this parameter.
+        attempt : int, optional
+            Only this recording of the run.
+
+        Returns
+        -------
+        pyarrow.Table
+            ``phase``, ``epoch``, ``batch``, ``call``, ``backward``, ``step``, ``leaf`` and ``attempt``; the columns of statistics as in the manifest.
+
+        Raises
+        ------
+        MissingCaptureError
+            If several parts of the tensors are stored and none is named.
+        CorruptRunError
+            If the bytes on disk do not match their checksum.
+        """
+        index = self._index
+        positions = index.stored(phase, attempt)
+        if leaf is not None:
+            positions = index.only_leaf(positions, leaf)
+        elif self._leaf:
+            shown = [index.only_leaf(positions, path) for path in self._shown(index.leaves(positions))]
+            positions = positions[np.isin(positions, np.concatenate([positions[:0], *shown]))]
+        return table_of(self.run, index, positions, raw=self._is_raw)
+
     @property
     def rows(self) -> pa.Table:
         """The manifest rows of this layer and kind, in the order in which they were acknowledged."""
-        rows = self._index.rows
+        rows = self._shown_index.rows
         if self._leaf is None:
             return rows
         return rows.filter(pc.is_in(rows["leaf"], pa.array(self._shown(pc.unique(rows["leaf"]).to_pylist()), pa.string())))
@@ -432,8 +531,8 @@ class Captures:
     @property
     def leaves(self) -> list[str]:
         """Leaf paths of the tensors that were captured."""
-        coded = self._index.coded
-        return self._shown(sorted(pc.unique(coded["leaf"].filter(pc.equal(coded["status"], "ok"))).to_pylist()))
+        index = self._shown_index
+        return self._shown(index.leaves(index.stored(None)))
 
     def _shown(self, leaves: list[str]) -> list[str]:
         """Keep the leaf paths that this view shows."""
@@ -441,16 +540,45 @@ class Captures:
         return leaves if not leaf else [path for path in leaves if path == leaf or path.startswith(f"{leaf}.")]
 
     @property
+    def _all(self) -> RowIndex:
+        """The rows of this layer and kind."""
+        return self.run._index(self.layer, self.kind)
+
+    @property
     def _index(self) -> RowIndex:
-        indexes = self.run._indexes
-        key = (self.layer, self.kind)
-        if key not in indexes:
-            indexes[key] = RowIndex(self.run._rows_with(layer=self.layer, kind=self.kind))
-        return indexes[key]
+        """The rows that tensors are looked for in: those of one portion."""
+        portions = self._all.portions
+        if self._portion is None and len(portions) > 1 and "" not in portions:
+            raise MissingCaptureError(
+                f"{self._name} is stored in {len(portions)} parts, {' and '.join(map(repr, portions))}, and whole nowhere; name one, as in "
+                f".portion({portions[0]!r})",
+                layer=self.layer,
+                kind=self.kind,
+            )
+        return self._shown_index
+
+    @property
+    def _shown_index(self) -> RowIndex:
+        """The rows of the portion that is named, or stands out; else all."""
+        index = self._all
+        portions = index.portions
+        if self._portion is not None:
+            return self.run._index(self.layer, self.kind, self._portion)
+        if portions in ([], [""]):
+            return index
+        stands_out = "" in portions or len(portions) == 1
+        return self.run._index(self.layer, self.kind, portions[0]) if stands_out else index
 
     @property
     def _name(self) -> str:
-        return f"{self.run.path}: {self.kind} of layer {self.layer!r}"
+        return f"{self.run.path}: {self._what}{f', {self._portion},' if self._portion else ''}"
+
+    @property
+    def _what(self) -> str:
+        """What is looked at, in words."""
+        if self.kind not in OF_BATCH:
+            return f"{self.kind} of layer {self.layer!r}"
+        return f"{self.kind} {self._leaf!r}" if self._leaf else self.kind
 
     def _describe(
         self,
@@ -463,17 +591,23 @@ class Captures:
         backward: int | None = None,
         attempt: int | None = None,
     ) -> str:
-        extra = (
-            f"{f', call {call}' if call else ''}{f', phase {phase}' if phase != 'train' else ''}{f', leaf {leaf!r}' if leaf else ''}"
-            f"{f', backward {backward}' if backward is not None else ''}{f', attempt {attempt}' if attempt is not None else ''}"
-        )
-        return f"{self._name} in epoch {epoch}, batch {batch}{extra}"
+        extra = [
+            f", call {call}" if call else "",
+            f", phase {phase}" if phase != "train" else "",
+            f", leaf {leaf!r}" if leaf and self.kind not in OF_BATCH else "",
+            f", backward {backward}" if backward is not None else "",
+            f", attempt {attempt}" if attempt is not None else "",
+        ]
+        return f"{self._name} in epoch {epoch}, batch {batch}{''.join(extra)}"
 
     def _what_there_is(self, phase: str, epoch: int | None = None) -> str:
-        rows = self._index.coded
-        captured = rows.filter(pc.equal(rows["status"], "ok"))
+        index = self._shown_index
+        rows = index.coded
+        captured = rows.filter(pc.or_(pc.equal(rows["status"], "ok"), pc.equal(rows["status"], "summarized")))
         if not captured.num_rows:
-            kinds = self.run[self.layer].kinds
+            if self._portion is not None and self.portions:
+                return f"there is {' and '.join(repr(text) if text else 'the whole tensor' for text in self.portions)}"
+            kinds = self.run[self.layer].kinds if self.layer in self.run else []
             if kinds:
                 return f"this layer has {', '.join(kinds)}"
             reason = rows["reason"][0].as_py() if rows.num_rows else ""
@@ -483,17 +617,26 @@ class Captures:
             return f"there is only phase {captured['phase'][0].as_py()!r}"
         epochs = sorted(pc.unique(of_phase["epoch"]).to_pylist())
         if epoch not in epochs:
-            return f"there are epochs {ranges(epochs)}"
+            has_tensors = pc.any(pc.equal(of_phase["status"], "ok")).as_py()
+            return f"{'' if has_tensors else 'only statistics are stored, and '}there are epochs {ranges(epochs)}"
         batches = sorted(pc.unique(of_phase["batch"].filter(pc.equal(of_phase["epoch"], epoch))).to_pylist())
         return f"epoch {epoch} has batches {ranges(batches)}"
 
     def __len__(self) -> int:
-        rows = self._index.coded if self._leaf is None else self.rows
-        return int(pc.sum(pc.equal(rows["status"], "ok")).as_py() or 0)
+        """Return how many tensors there are, those counted of which only statistics are stored."""
+        index = self._shown_index
+        positions = index.stored(None)
+        if self._leaf is None:
+            return int(positions.size)
+        leaves = self._shown(index.leaves(positions))
+        if self.kind == "annotation":  # texts are stored in two parts
+            leaves = list({leaf.partition(".")[0]: leaf for leaf in leaves}.values())
+        return sum(index.only_leaf(positions, leaf).size for leaf in leaves)
 
     def __repr__(self) -> str:
-        leaf = f", leaf {self._leaf!r}" if self._leaf is not None else ""
-        return f"<hookstore.Captures: {len(self)} of {self.kind} of layer {self.layer!r}{leaf}>"
+        leaf = f", leaf {self._leaf!r}" if self._leaf is not None and self.kind not in OF_BATCH else ""
+        portion = f", {self._portion}" if self._portion else ""
+        return f"<hookstore.Captures: {len(self)} of {self._what}{leaf}{portion}>"
 
 
 def ranges(numbers: list[int]) -> str:

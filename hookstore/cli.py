@@ -86,8 +86,8 @@ def _print_info(held: hookstore.RunInfo, console: Console) -> None:
         shapes = ["×".join(map(str, shape)) or "()" for shape in group["shapes"]]
         table.add_row(
             _plain(repr(group["layer"]) if group["layer"] == "" else group["layer"]),
-            _plain(group["kind"]),
-            f"{group['captures']:,}",
+            _plain(group["kind"]) + "".join(f"\n  {_plain(portion)}" for portion in group["portions"] if portion),
+            f"{group['captures']:,}" + (f" + {group['summarized']:,} of statistics" if group["summarized"] else ""),
             f"{group['gaps']:,}" if group["gaps"] else "",
             ", ".join(shapes[-3:]) + (" …" if len(shapes) > 3 else ""),
             _plain(", ".join(group["dtypes"])),
@@ -99,6 +99,8 @@ def _print_info(held: hookstore.RunInfo, console: Console) -> None:
     gaps = {status: count for status, count in held.statuses.items() if status != "ok"}
     noted = f"; {', '.join(f'{count:,} {_plain(status)}' for status, count in gaps.items())}" if gaps else ""
     console.print(f"{held.num_captures:,} captures, {held.nbytes:,} bytes{noted}")
+    if held.annotations:
+        console.print(f"of batches: {_plain(', '.join(held.annotations))}")
     if held.state == "unfinished":
         console.print(
             "the recording was killed: all that was acknowledged is here; `hookstore recover` makes it whole for plain Zarr readers"
@@ -160,6 +162,27 @@ def _progress(*, in_bytes: bool) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@app.command()
+def plan(
+    run: Annotated[Path, typer.Argument(help="directory of a run", show_default=False)],
+    epochs: Annotated[int | None, typer.Option(min=1, help="epochs of the training; those of the run if not given")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="training batches of an epoch; those of the run if not given")] = None,
+    path: Annotated[Path | None, typer.Option(help="where the new run is to be; beside the run if not given")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="MB/s that the disk sustains; see `hookstore bench`")] = None,
+) -> None:
+    """Print what a training of some length takes on disk that is recorded as a run was."""
+    from hookstore.projection import project
+
+    with _errors_in_one_line():
+        planned = project(
+            run, epochs=epochs, batches=batches, disk=path, bandwidth_bytes_per_s=None if bandwidth is None else bandwidth * 1e6
+        )
+    console = Console(highlight=False)
+    for line in str(planned).splitlines():
+        shown = _plain(line)
+        console.print(f"[red]{shown}[/]" if line.startswith("WARNING") else shown, soft_wrap=True)
 
 
 @app.command()

@@ -141,6 +141,12 @@ def prepare() -> None:
 
 def may_have_operators(number: int) -> bool:
     """Say whether a layer is called where operators with effects may stand, and note it where not; the compiler runs it, and has a constant."""
+    layer = LAYERS.get(number)
+    if layer is not None and layer.sink.is_live:
+        raise UnsupportedModelError(
+            f"layer {layer.name!r} is being compiled while it is tapped: a compiled graph has no live tensors; tap the model that is not compiled, or remove "
+            "the tap first"
+        )
     graph = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
     if _runs_as_it_is(graph.compiler_fn):
         return True
@@ -148,7 +154,6 @@ def may_have_operators(number: int) -> bool:
     while getattr(tracer, "parent", None) is not None:
         inside = str(tracer.source_target)
         if inside not in _TRANSPARENT:
-            layer = LAYERS.get(number)
             if layer is not None:
                 layer.leave_out(f"it is called inside {inside} in a compiled graph, where operators that record have no place")
             return False

@@ -159,6 +159,7 @@ STATISTICS_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("inf", "int64", "how many elements are infinite"),
 )
 
+STORED = ("ok", "summarized")  # statuses of rows that have a tensor, or statistics
 STATUSES = ("ok", "summarized", "dropped", "skipped", "lost", "partial", "stopped", "fired")
 
 _SEGMENT_PATTERN = re.compile(r"r(\d+)-a(\d+)-(\d+)\.journal")

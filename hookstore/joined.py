@@ -152,7 +152,7 @@ class QuantizedArray:
         return np.asarray((self.int_repr - zero_point).astype(np.float32) * scale, dtype=np.float32)
 
 
-def join(kind: str, facts: dict[str, Any], parts: dict[str, Array]) -> SparseArray | NestedArray | QuantizedArray:
+def join(kind: str, facts: dict[str, Any], parts: dict[str, Array]) -> SparseArray | NestedArray | QuantizedArray | Array:
     """Put a tensor together.
 
     Parameters
@@ -169,6 +169,8 @@ def join(kind: str, facts: dict[str, Any], parts: dict[str, Array]) -> SparseArr
     ValueError
         If the parts do not fit each other.
     """
+    if kind == "texts":
+        return _texts(parts["utf8"], parts["offsets"])
     if kind == "quantized":
         axis = _axis(facts, parts["int_repr"].ndim)
         return QuantizedArray(str(facts.get("dtype")), parts["int_repr"], parts["scale"], parts["zero_point"], axis)
@@ -194,16 +196,30 @@ def join(kind: str, facts: dict[str, Any], parts: dict[str, Array]) -> SparseArr
     return NestedArray("jagged", parts, pieces)
 
 
-def join_torch(kind: str, facts: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Put a tensor together as torch has it; see `join`."""
+def _texts(letters: Array, offsets: Array) -> Array:
+    """Return texts as an array of ``str`` objects: NumPy's own texts lose what ends in zeros."""
+    ends = _numbers(offsets, 1)
+    _check(letters.dtype == np.uint8 and letters.ndim == 1 and len(ends) > 0, "texts are bytes, and have an end")
+    _check(ends[0] == 0 and ends[-1] == len(letters) and ends == sorted(ends), "the offsets do not cover the letters")
+    contents = letters.tobytes()
+    texts = np.empty(len(ends) - 1, dtype=object)
+    texts[:] = [contents[start:end].decode("utf-8", "surrogatepass") for start, end in pairwise(ends)]
+    texts.flags.writeable = False
+    return texts
+
+
+def join_torch(kind: str, facts: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor | Array:
+    """Put a tensor together as torch has it; see `join`. Texts are an array, as there."""
     with warnings.catch_warnings():  # torch says of some of these kinds that they are new or old
         warnings.simplefilter("ignore")
         return _join_torch(kind, facts, parts)
 
 
-def _join_torch(kind: str, facts: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _join_torch(kind: str, facts: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor | Array:
     import torch
 
+    if kind == "texts":
+        return _texts(parts["utf8"].numpy(), parts["offsets"].numpy())
     if kind == "quantized":
         axis = _axis(facts, parts["int_repr"].ndim)
         if axis is None:

@@ -21,7 +21,7 @@ _MOST_ARRAY_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 2**47
 _MOST_DIMS = 64
 # What reading JSON, and looking into it, raises for text of any other kind.
-_NONSENSE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration)
+NONSENSE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, StopIteration)
 
 
 def read_description(run_path: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def read_description(run_path: str) -> dict[str, Any]:
         )
     try:
         _check_layers(description["layers"])
-    except _NONSENSE as error:
+    except NONSENSE as error:
         raise CorruptRunError(f"{file_path} lists no layers as this format has them: {error!r}", path=file_path) from error
     recorded = description.get("recorded", {})
     if not all(isinstance(said, dict) for said in (recorded, description.get("environment", {}))) or not isinstance(
@@ -104,13 +104,13 @@ class StoredArray:
         What is fixed.
     extents : tuple of int
         Epochs and batches (and calls) that are published.
-    num_samples : int or None
-        Samples in a chunk, where the array has a dimension of that name.
+    names : tuple of str
+        Names of the dimensions of a chunk.
     """
 
     spec: ArraySpec
     extents: tuple[int, ...]
-    num_samples: int | None
+    names: tuple[str, ...]
 
 
 def read_array(run_path: str, array: str) -> StoredArray:
@@ -135,7 +135,7 @@ def read_array(run_path: str, array: str) -> StoredArray:
         stored = _parse_array(array, json.loads(read_small(path, _MOST_ARRAY_BYTES, run_path)))
     except FileNotFoundError:
         raise CorruptRunError(f"{path} is missing, but the manifest has captures in that array", path=path) from None
-    except (*_NONSENSE, OSError) as error:
+    except (*NONSENSE, OSError) as error:
         raise CorruptRunError(f"{path} is no array metadata of this format: {error!r}", path=path) from error
     return stored
 
@@ -174,8 +174,9 @@ def _parse_array(array: str, metadata: Any) -> StoredArray:
         raise ValueError(f"it is of {spec.kind} of layer {spec.layer!r}")
     if 0 in spec.chunk_shape or not 0 < spec.num_entries <= MAX_SHARD_ENTRIES or spec.chunk_bytes >= _MOST_CHUNK_BYTES:
         raise ValueError(f"shards of {spec.shard_shape} chunks of {spec.chunk_shape}, which cannot be")
-    is_sampled = len(names) > leading and names[leading] == "sample"
-    return StoredArray(spec, shape[:leading], spec.chunk_shape[0] if is_sampled else None)
+    if len(names) != len(shape):
+        raise ValueError(f"{len(names)} names for {len(shape)} dimensions")
+    return StoredArray(spec, shape[:leading], tuple(map(_text, names[leading:])))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

@@ -98,6 +98,11 @@ def recall(layer: object) -> Repeated | None:
     return found
 
 
+def is_without_graph() -> bool:
+    """Say whether a custom autograd function runs what calls this, without grad for inputs that require it: a backward will run it again."""
+    return any(any(getattr(context, "needs_input_grad", ())) for context in _contexts(sys._getframe(1)))
+
+
 def _note(context: FunctionCtx, layer: object, repeated: Repeated | None, task: int) -> None:
     passes = _passes.get(context)
     if passes is None:

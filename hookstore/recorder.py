@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -22,10 +22,11 @@ from torch import nn
 
 from hookstore import __version__
 from hookstore.agenda import Agenda
+from hookstore.annotations import Annotator
 from hookstore.attach import ModelHooks
-from hookstore.capture import Capture
+from hookstore.capture import Capture, check_captures
 from hookstore.clock import Batches, Clock, Placed
-from hookstore.device import Devices, allocate_host, check_device
+from hookstore.device import Devices, allocate_host
 from hookstore.errors import (
     CaptureWarning,
     NotARunError,
@@ -33,7 +34,6 @@ from hookstore.errors import (
     RecorderClosedError,
     RunExistsError,
     RunLockedError,
-    UnsupportedModelError,
 )
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.format import (
@@ -51,14 +51,14 @@ from hookstore.format import (
 from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
-from hookstore.operators import why_none
+from hookstore.models import check_recordable
 from hookstore.portion import Select
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Budget, When
 from hookstore.schema import schema_with
 from hookstore.selection import Layer, LayerPattern
 from hookstore.signals import FlushOnSigterm, check_main_thread
-from hookstore.sink import Sink
+from hookstore.sink import StagingSink
 from hookstore.staging import Stager
 from hookstore.wrappers import type_name, unwrap
 from hookstore.writer import Writer
@@ -203,7 +203,7 @@ def record(
     UnsupportedModelError
         If hooks cannot follow the model.
     """
-    models = _check_models(model)
+    models = check_recordable(model)
     short = {
         "layers": layers,
         "kinds": kinds,
@@ -218,7 +218,7 @@ def record(
         "dims": dims,
         "stats": stats,
     }
-    chosen = _check_captures(captures, short)
+    chosen = check_captures(captures, short)
     _check_choice("mode", mode, ("x", "a"))
     _check_choice("on_full", on_full, ("block", "drop"))
     _check_choice("on_error", on_error, ("raise", "disable"))
@@ -326,8 +326,10 @@ class Recorder:
             under_way=lambda: (self._clock.under_way, self._clock.step),
             schema=schema_with(portion=agenda.has_portions, statistics=agenda.has_statistics),
         )
-        self._sink = Sink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
+        self._sink = StagingSink(self._stager, self._clock, disable_on_failure=disable_on_failure, scaler=scaler)
+        self._annotator = Annotator(self._sink)
         self._hooks = ModelHooks(models, self._sink)
+        self._modules = weakref.WeakSet(module for model in models.values() for module in model.modules())
         self._clock.on_tick = self._hooks.update
         self._clock.on_skip = self._sink.skip_batch
         self._clock.on_end = self._hooks.uncalled.end
@@ -408,6 +410,45 @@ class Recorder:
         """
         self._check_open()
         return self._clock.in_phase(phase)
+
+    def annotate(self, /, **values: Any) -> None:
+        """Store values of the samples of this batch, once; `Run.sample` joins them with what was captured of the layers.
+
+        They are filed where the clock stands, in the phase that the model is in: with `batches` or `at` before or after the forward. Without these a batch
+        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded.
+
+        Parameters
+        ----------
+        **values : torch.Tensor, array-like of numbers or bools, or list of str
+            By name, such as ``sample_id=ids, label=labels``. The first dimension runs over the samples, of which all values of a batch have as many.
+
+        Raises
+        ------
+        OptionError
+            For a value of another kind or length, or a name that this batch has been given already.
+        """
+        self._check_open()
+        self._annotator.annotate(values)
+
+    def loss(self, value: torch.Tensor | float, *, name: str = "") -> None:
+        """Store a loss of this batch, as it is: a loss that a GradScaler has scaled is stored scaled.
+
+        It is filed like an annotation, under call 0, and 1, 2, … where one batch has several of the same name.
+
+        Parameters
+        ----------
+        value : torch.Tensor or float
+            One number, or one for each sample. A tensor on a device is not waited for.
+        name : str, optional
+            Tells it from other losses of the batch.
+
+        Raises
+        ------
+        OptionError
+            For anything else.
+        """
+        self._check_open()
+        self._annotator.loss(value, name)
 
     @property
     def captures(self) -> dict[str, bool]:
@@ -574,6 +615,12 @@ class Recorder:
         self._sink.is_active = False
 
 
+def recorder_of(modules: Iterable[nn.Module]) -> Recorder | None:
+    """Return a recorder that is open on one of these modules, if there is one."""
+    wanted = set(modules)
+    return next((one for one in list(_ACTIVE) if not one._is_closed and not wanted.isdisjoint(one._modules)), None)
+
+
 def _forget_recorders_in_child() -> None:
     for recorder in _ACTIVE:
         recorder._disown()
@@ -611,68 +658,11 @@ def _check_share(option: str, value: float) -> None:
         raise OptionError(f"{option}: expected a share above 0 such as 0.05, got {value!r}", option=option)
 
 
-def _check_captures(captures: Capture | Iterable[Capture] | None, short: dict[str, Any]) -> list[Capture]:
-    """Return what to record: the captures, or the one that the short form stands for."""
-    if captures is None:
-        return [Capture(**short)]
-    chosen = [captures] if isinstance(captures, Capture) else list(captures) if isinstance(captures, Iterable) else []
-    if not chosen or not all(isinstance(capture, Capture) for capture in chosen):
-        raise OptionError(f"captures: expected at least one hookstore.Capture, got {captures!r}", option="captures")
-    defaults = {field.name: field.default for field in fields(Capture)}
-    beside = [name for name, value in short.items() if value is not defaults[name] and value != defaults[name]]
-    if beside:
-        raise OptionError(
-            f"{beside[0]}: cannot be given beside captures=, each of which has its own; put it into a Capture", option=beside[0]
-        )
-    return chosen
-
-
 def _rank_of_process() -> tuple[int, int]:
     """Return which of how many processes this is, in the process group that training has set up; the only one where there is none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
-
-
-def _check_models(given: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the models by name, one alone under the empty name, if they can be recorded."""
-    if not isinstance(given, Mapping):
-        _check_model(given)
-        return {"": given}
-    if not given:
-        raise OptionError(
-            "model: expected a module, or at least one in a mapping from names to modules, got an empty mapping", option="model"
-        )
-    for name, model in given.items():
-        if not isinstance(name, str) or not name or "." in name:
-            raise OptionError(
-                f"model: expected names without dots in the mapping of modules, such as 'generator', got {name!r}", option="model"
-            )
-        if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(f"model {name!r}: expected a torch.nn.Module, got a {type(model).__name__}")
-        _check_model(model)
-    return dict(given)
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"expected a torch.nn.Module, got a {type(model).__name__}")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise UnsupportedModelError(
-                f"module {name!r} is a DataParallel over {len(module.device_ids)} devices: each batch runs on copies of the model that are thrown away, in "
-                "threads, and which copy had which samples is not known; use DistributedDataParallel, or record the model inside on one device"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
-                f"module {name!r} is a {type(module).__name__}: traced and scripted modules run no Python hooks; record the original"
-            )
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            obstacle = why_none()
-            if obstacle is not None:
-                raise UnsupportedModelError(f"module {name!r} is compiled: {obstacle}")
-    for parameter in model.parameters():
-        check_device(parameter.device)
 
 
 # The run's directory ----------------------------------------------------------------------------------------------

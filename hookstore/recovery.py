@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstore.arrays import ArrayStore
+from hookstore.dimensions import is_coordinate
 from hookstore.errors import CorruptRunError
 from hookstore.files import leads_outside, list_names, sync_directory, sync_paths, system, write_new
 from hookstore.format import (
@@ -298,8 +299,25 @@ class _TakeUp:
             layer_path = os.path.join(self.layers_path, layer)
             if os.path.isdir(layer_path) and not leads_outside(self.run_path, layer_path):
                 self._remove_unfinished(layer_path)
+                coordinates = []
                 for name in list_names(layer_path):
-                    self._find_shards(f"{layer}/{name}", os.path.join(layer_path, name))
+                    if is_coordinate(name):
+                        coordinates.append(name)
+                    else:
+                        self._find_shards(f"{layer}/{name}", os.path.join(layer_path, name))
+                if coordinates and not self.unreadable:
+                    self._remove_unused(layer, coordinates)
+
+    def _remove_unused(self, layer: str, coordinates: list[str]) -> None:
+        """Remove coordinates of a layer that no array has: a writer died before it made the array."""
+        used = {name for array, stored in self.arrays.items() if array.startswith(f"{layer}/") for name in stored.names}
+        for name in coordinates:
+            directory = os.path.join(self.layers_path, layer, name)
+            if name not in used and os.path.isdir(directory) and not leads_outside(self.run_path, directory):
+                for file in list_names(directory):
+                    self._remove(os.path.join(directory, file))
+                with contextlib.suppress(OSError):
+                    system.rmdir(directory)
 
     def _find_shards(self, array: str, directory: str) -> None:
         if not os.path.isdir(directory):

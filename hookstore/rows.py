@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hookstore.schema import TEXT_COLUMNS, plain
+from hookstore.format import PORTION_COLUMN
+from hookstore.schema import STATISTICS, TEXT_COLUMNS, plain
+from hookstore.statistics import NO_STATISTICS, STATISTICS_DTYPE
 
 _PLACE_IN_TRAINING = ("phase", "epoch", "batch", "call")
 _COORDINATES = (*_PLACE_IN_TRAINING, "attempt", "backward")
 MOST_SHARD_BYTES = 2**40  # a shard of 256 MiB may hold more in the end, but not this much
 _MOST_SOURCES = 2**22
+_PORTION = PORTION_COLUMN[0]
 _PLACE = ("layer", "kind", "array", "dtype", "shard", "offset", "length", "crc32c", "reason", "loss_scale", "structure")
 
 
@@ -30,7 +33,9 @@ class RowIndex:
     def __init__(self, coded: pa.Table) -> None:
         self.coded = coded
         self._texts: dict[str, list[str]] = {}
-        self._columns = {name: self._column(name) for name in (*_COORDINATES, "leaf", "status", *_PLACE)}
+        has_portions = _PORTION in coded.schema.names
+        names = (*_COORDINATES, "leaf", "status", *_PLACE, *([_PORTION] if has_portions else []))
+        self._columns = {name: self._column(name) for name in names}
         shapes = self.coded["shape"].combine_chunks()
         self._shape_ends, self._sizes = np.from_dlpack(shapes.offsets), np.from_dlpack(shapes.values)
         # Of rows with equal coordinates the one captured last comes last: regions of different arrays reach the disk in another order.
@@ -42,7 +47,7 @@ class RowIndex:
         """Return a column as numbers; those of text count into the texts kept aside."""
         column = self.coded[name].combine_chunks()
         if name == "loss_scale":
-            return _with_nan(column)
+            return filled(column, math.nan)
         if name in TEXT_COLUMNS:
             self._texts[name] = column.dictionary.to_pylist()
             column = column.indices
@@ -52,6 +57,33 @@ class RowIndex:
     def rows(self) -> pa.Table:
         """The rows with their texts as they are."""
         return self.coded.cast(plain(self.coded.schema))
+
+    @cached_property
+    def statistics(self) -> np.ndarray[Any, Any]:
+        """Statistics in the rows, of ``STATISTICS_DTYPE``; a count of NaN of -1 says that a row has none."""
+        records = np.full(len(self._order), NO_STATISTICS, dtype=STATISTICS_DTYPE)
+        for name in STATISTICS if STATISTICS[0] in self.coded.schema.names else ():
+            values = self.coded[name].combine_chunks()
+            records[name] = filled(values, math.nan if pa.types.is_floating(values.type) else -1)
+        return records
+
+    @cached_property
+    def portions(self) -> list[str]:
+        """Portions of which tensors or statistics are stored, the whole tensor ("") first; none where nothing is stored."""
+        stored = self.only_stored(np.arange(len(self._order)))
+        if _PORTION not in self._columns:
+            return [""] if stored.size else []
+        return sorted(self._texts[_PORTION][code] for code in set(self._columns[_PORTION][stored].tolist()))
+
+    def of_portion(self, text: str) -> RowIndex:
+        """Return an index of the rows of one portion, and of the gaps that concern every portion."""
+        if _PORTION not in self._columns:
+            return self if not text else RowIndex(self.coded.slice(0, 0))
+        portions, everything = self._columns[_PORTION], np.arange(len(self._order))
+        is_stored = np.zeros(len(portions), dtype=bool)
+        is_stored[self.only_stored(everything)] = True
+        is_wanted = (portions == self._code(_PORTION, text)) | ((portions == self._code(_PORTION, "")) & ~is_stored)
+        return self if is_wanted.all() else RowIndex(keep(self.coded, is_wanted))
 
     @cached_property
     def phases(self) -> list[str]:
@@ -66,7 +98,7 @@ class RowIndex:
     def why_never(self, leaf: str | None) -> str:
         """Return the reason where a leaf (or ``None`` for anything) was never captured, but was once said to be skipped; else ""."""
         positions = self._order if leaf is None else self.only_leaf(self._order, leaf)
-        if not positions.size or self.only_captured(positions).size:
+        if not positions.size or self.only_stored(positions).size:
             return ""
         row = self.place(int(positions[0]))
         return f"{row['reason']} (so in epoch {row['epoch']}, batch {row['batch']})" if row["status"] == "skipped" else ""
@@ -149,6 +181,27 @@ class RowIndex:
         is_last[:-1] = (forwards[:, 1:] != forwards[:, :-1]).any(axis=0)
         return np.asarray(positions[is_last])
 
+    def stored(self, phase: str | None, attempt: int | None = None) -> np.ndarray[Any, Any]:
+        """Return the positions of the rows of a phase (or all) that have a tensor or statistics, in order of their coordinates."""
+        positions = self._order if phase is None else self._order[self._sorted["phase"] == self._code("phase", phase)]
+        positions = self.only_stored(positions)
+        return positions if attempt is None else self.only_attempt(positions, attempt)
+
+    def calls(self, phase: str, *, epoch: int, batch: int, attempt: int) -> list[int]:
+        """Return the calls of which there are rows in a batch of an attempt."""
+        low, high = 0, len(self._order)
+        for name, value in (("phase", self._code("phase", phase)), ("epoch", epoch), ("batch", batch)):
+            column = self._sorted[name][low:high]
+            low, high = low + int(column.searchsorted(value, "left")), low + int(column.searchsorted(value, "right"))
+        return sorted(set(self._columns["call"][self.only_attempt(self._order[low:high], attempt)].tolist()))
+
+    def again(self, position: int) -> np.ndarray[Any, Any]:
+        """Return the positions of all captures of what one row is a capture of: several where the clock stood there more than once."""
+        row = self.place(position)
+        positions = self.find(row["phase"], epoch=row["epoch"], batch=row["batch"], call=row["call"])
+        positions = self.only_attempt(self.only_backward(self.only_captured(positions), row["backward"]), row["attempt"])
+        return self.only_leaf(positions, self._texts["leaf"][int(self._columns["leaf"][position])])
+
     def leaves(self, positions: np.ndarray[Any, Any]) -> list[str]:
         """Leaf paths at those positions."""
         return sorted(self._texts["leaf"][code] for code in set(self._columns["leaf"][positions].tolist()))
@@ -182,14 +235,26 @@ class RowIndex:
         """Keep the positions of rows that have a tensor."""
         return np.asarray(positions[self._columns["status"][positions] == self._code("status", "ok")])
 
+    def only_stored(self, positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Keep the positions of rows that have a tensor, or statistics without one."""
+        statuses = self._columns["status"][positions]
+        return np.asarray(positions[(statuses == self._code("status", "ok")) | (statuses == self._code("status", "summarized"))])
 
-def _with_nan(column: pa.Array) -> np.ndarray[Any, Any]:
-    """Return floats with NaN for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
+
+def keep(rows: pa.Table, is_wanted: np.ndarray[Any, Any]) -> pa.Table:
+    """Keep rows; Arrow's own comparisons take five times as long, and first import pandas where there is one."""
+    bits = pa.py_buffer(np.packbits(is_wanted, bitorder="little"))
+    return rows.filter(pa.Array.from_buffers(pa.bool_(), len(is_wanted), [None, bits]))
+
+
+def filled(column: pa.Array, missing: float) -> np.ndarray[Any, Any]:
+    """Return numbers of eight bytes with something for null (Arrow's own ``fill_null`` first imports pandas where there is one)."""
     validity, contents = column.buffers()
-    values = np.frombuffer(contents, dtype="<f8", count=len(column), offset=8 * column.offset).copy()
+    dtype = "<f8" if pa.types.is_floating(column.type) else "<i8"
+    values = np.frombuffer(contents, dtype=dtype, count=len(column), offset=8 * column.offset).copy()
     if column.null_count:
         bits = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), bitorder="little")
-        values[bits[column.offset : column.offset + len(column)] == 0] = math.nan
+        values[bits[column.offset : column.offset + len(column)] == 0] = missing
     return values
 
 

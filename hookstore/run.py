@@ -5,10 +5,11 @@ Reading goes by the manifest, never by what lies in the directories. A run is un
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, Self, SupportsIndex
@@ -28,16 +29,21 @@ from hookstore.format import (
     KINDS,
     LAYERS_DIR,
     LOCK_FILE,
+    PORTION_COLUMN,
+    STORED,
     ArraySpec,
     DType,
     fits_chunk,
     is_shard_key,
     parse_segment_name,
 )
+from hookstore.histories import SampleHistory, history_of
 from hookstore.lock import holder
 from hookstore.manifest import ManifestReader
-from hookstore.metadata import read_array, read_description
-from hookstore.rows import MOST_SHARD_BYTES, RowIndex
+from hookstore.metadata import NONSENSE, read_array, read_description
+from hookstore.occurrences import SampleIndex
+from hookstore.portion import check_dims
+from hookstore.rows import MOST_SHARD_BYTES, RowIndex, keep
 from hookstore.samples import divide
 from hookstore.schema import plain
 from hookstore.shards import Chunk, ShardReader
@@ -90,11 +96,14 @@ class RunInfo:
     statuses : dict
         Manifest rows by status.
     groups : list of dict
-        For each layer and kind: ``layer``, ``kind``, ``captures``, ``gaps``, ``shapes``, ``dtypes``, ``nbytes``, ``epochs``, ``phases``.
+        For each layer and kind: ``layer``, ``kind``, ``captures``, ``summarized`` (those of which only statistics are stored), ``gaps``, ``shapes``,
+        ``dtypes``, ``nbytes``, ``epochs``, ``phases``, ``portions``.
     attempts : list of int
         Recordings that the run was made in.
     partial_batches : list of PartialBatch
         Batches that were cut short.
+    annotations : list of str
+        Names of what is stored of batches.
     """
 
     path: str
@@ -106,6 +115,7 @@ class RunInfo:
     groups: list[dict[str, Any]]
     attempts: list[int]
     partial_batches: list[PartialBatch]
+    annotations: list[str] = field(default_factory=list)
 
 
 class PartialBatch(NamedTuple):
@@ -136,7 +146,8 @@ class Run:
         self._manifest_reader = ManifestReader(path)
         self._rows = self._manifest_reader.read()
         self._specs: dict[str, ArraySpec] = {}
-        self._indexes: dict[tuple[str, str], RowIndex] = {}
+        self._indexes: dict[tuple[str, ...], RowIndex] = {}
+        self._sample_indexes: dict[tuple[str, int | None], SampleIndex] = {}
 
     @property
     def layers(self) -> list[str]:
@@ -193,7 +204,8 @@ class Run:
 
     @cached_property
     def _captured(self) -> pa.Table:
-        return self._rows_with(status="ok")
+        """Rows of layers that have a tensor, or statistics without one."""
+        return self._rows_with(status=STORED, kind=KINDS)
 
     def __getitem__(self, layer: str) -> LayerRun:
         """Return one layer, by its name or an alias.
@@ -216,6 +228,49 @@ class Run:
             layer=str(layer),
         )
 
+    @property
+    def annotations(self) -> dict[str, Captures]:
+        """What is stored of the samples of batches, by name: ``run.annotations["label"][epoch, batch]``. Texts are arrays of ``str`` objects."""
+        return dict(self._annotations)
+
+    @cached_property
+    def _annotations(self) -> dict[str, Captures]:
+        captures = Captures(self, "", "annotation")
+        return {name: captures.leaf(name) for name in dict.fromkeys(leaf.partition(".")[0] for leaf in captures.leaves)}
+
+    @property
+    def loss(self) -> Captures:
+        """Losses of batches: ``run.loss[epoch, batch]``; those with a name are leaves."""
+        return Captures(self, "", "loss")
+
+    def sample(self, value: Any, by: str = "sample_id", *, phase: str | None = None, attempt: int | None = None) -> SampleHistory:
+        """Look at one sample through all epochs and layers, as far as batches were annotated.
+
+        ``run.sample(17)["fc1"].activation`` maps (epoch, batch) to what ``fc1`` returned for the sample whose ``sample_id`` is 17; see `SampleHistory`.
+
+        Parameters
+        ----------
+        value : int, float or str
+            Which sample.
+        by : str
+            Annotation that tells samples apart, one value for each.
+        phase : str, optional
+            ``"train"`` or ``"eval"``. By default ``where`` lists both, and layers are looked at in ``"train"`` if the sample was there.
+        attempt : int, optional
+            Only what this recording of the run has; by default, for each batch, the latest with that annotation. Tensors are always of the same.
+
+        Raises
+        ------
+        MissingCaptureError
+            If there is no such sample, or no such annotation; it says what there is.
+        OptionError
+            If the annotation has not one value for each sample.
+        """
+        key = (by, attempt)
+        if key not in self._sample_indexes:
+            self._sample_indexes[key] = SampleIndex(self, by, attempt)
+        return history_of(self, self._sample_indexes[key], value, phase)
+
     def __contains__(self, layer: object) -> bool:
         return any(layer == known["name"] or layer in known.get("aliases", ()) for known in self.description["layers"])
 
@@ -227,7 +282,7 @@ class Run:
 
     def info(self) -> RunInfo:
         """Say in short what the run holds."""
-        captured = self._captured
+        captured = self._rows_with(status="ok", kind=KINDS)
         statuses = {entry["values"]: entry["counts"] for entry in pc.value_counts(self._rows["status"]).to_pylist()}
         groups = []
         for layer in self.layers:
@@ -245,12 +300,33 @@ class Run:
             groups=groups,
             attempts=self.attempts,
             partial_batches=self.partial_batches,
+            annotations=list(self.annotations),
         )
 
     def _records(self, kind: str) -> bool:
         """Say whether a kind was asked for in any recording of the run."""
         recorded = [self.description.get("recorded"), *(attempt.get("recorded") for attempt in self._described_attempts)]
         return any(isinstance(each, dict) and isinstance(kinds := each.get("kinds"), list) and kind in kinds for each in recorded)
+
+    def _index(self, layer: str, kind: str, *portion: str) -> RowIndex:
+        """Return the rows of a layer and kind, or those of one portion."""
+        key = (layer, kind, *portion)
+        if key not in self._indexes:
+            self._indexes[key] = (
+                self._index(layer, kind).of_portion(*portion) if portion else RowIndex(self._rows_with(layer=layer, kind=kind))
+            )
+        return self._indexes[key]
+
+    def _dims(self, layer: str, kind: str) -> tuple[str, ...]:
+        """Return the names that a layer's tensors of a kind were given for their axes."""
+        recorded = [attempt.get("recorded") for attempt in reversed(self._described_attempts)] + [self.description.get("recorded")]
+        for said in recorded:
+            captures = said.get("captures") if isinstance(said, dict) else None
+            for capture in captures if isinstance(captures, list) else ():
+                with contextlib.suppress(*NONSENSE):
+                    if capture["dims"] and layer in capture["layers"] and kind in capture["kinds"]:
+                        return check_dims(capture["dims"])
+        return ()
 
     @property
     def _described_attempts(self) -> list[dict[str, Any]]:
@@ -282,9 +358,9 @@ class Run:
 
     @cached_property
     def _batch_rows(self) -> list[dict[str, Any]]:
-        """Rows that stand for whole batches."""
-        rows: list[dict[str, Any]] = self._rows_with(kind="").select(["phase", "epoch", "batch", "attempt", "status", "reason"]).to_pylist()
-        return rows
+        """Rows that stand for whole batches of which something is missing."""
+        rows = self._rows_with(kind="").select(["phase", "epoch", "batch", "attempt", "status", "reason"]).to_pylist()
+        return [row for row in rows if row["status"] != "fired"]
 
     @property
     def partial_batches(self) -> list[PartialBatch]:
@@ -320,22 +396,21 @@ class Run:
         self._rows = self._manifest_reader.read()
         self.description = read_description(self.path)
         self._indexes.clear()
-        for name in ("_manifest", "_captured", "_batch_rows"):
+        self._sample_indexes.clear()
+        for name in ("_manifest", "_captured", "_batch_rows", "_annotations"):
             self.__dict__.pop(name, None)
         return int(self._rows.num_rows - before)
 
-    def _rows_with(self, **texts: str) -> pa.Table:
-        """Return the rows that have these texts in these columns, still coded."""
+    def _rows_with(self, **texts: str | tuple[str, ...]) -> pa.Table:
+        """Return the rows that have these texts (or one of several) in these columns, still coded."""
         is_wanted = np.ones(self._rows.num_rows, dtype=bool)
-        for name, text in texts.items():
+        for name, wanted in texts.items():
             column = self._rows[name]
             known = column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
-            code = known.index(text) if text in known else -1
-            codes = [np.empty(0, dtype=np.int32), *(np.from_dlpack(chunk.indices) for chunk in column.chunks)]
-            is_wanted &= np.concatenate(codes) == code
-        # (Arrow's own comparisons take five times as long, and first import pandas where there is one)
-        bits = pa.py_buffer(np.packbits(is_wanted, bitorder="little"))
-        return self._rows.filter(pa.Array.from_buffers(pa.bool_(), len(is_wanted), [None, bits]))
+            found = [known.index(text) for text in ([wanted] if isinstance(wanted, str) else wanted) if text in known]
+            codes = np.concatenate([np.empty(0, dtype=np.int32), *(np.from_dlpack(chunk.indices) for chunk in column.chunks)])
+            is_wanted &= np.isin(codes, found) if len(found) != 1 else codes == found[0]
+        return keep(self._rows, is_wanted)
 
     def read(self, row: dict[str, Any], *, raw: bool = False) -> np.ndarray[Any, Any]:
         """Read the tensor of one manifest row.
@@ -414,10 +489,11 @@ class Run:
         """Return the chunk of a row whose tensor has bytes, and the chunk's shape."""
         dtype, shape = self._dtype_and_shape(row)
         spec = self._spec(row)
-        if (spec.dtype, spec.layer, spec.kind, spec.phase, spec.leaf) != tuple(map(row.get, _OF_ARRAY)):
+        expected = (spec.dtype, spec.layer, spec.kind, spec.phase, spec.leaf, spec.portion)
+        if expected != (*map(row.get, _OF_ARRAY), row.get(PORTION_COLUMN[0], "")):
             raise CorruptRunError(
                 f"{self.path}: the manifest has dtype {dtype.name} for {_place(row)}, its array {row['array']} has {spec.dtype} of {spec.kind} of layer "
-                f"{spec.layer!r} in {spec.phase}{f', leaf {spec.leaf!r}' if spec.leaf else ''}",
+                f"{spec.layer!r} in {spec.phase}{f', leaf {spec.leaf!r}' if spec.leaf else ''}{f', {spec.portion}' if spec.portion else ''}",
                 path=self.path,
             )
         array, shard, offset, length = row["array"], row["shard"], row["offset"], row["length"]
@@ -431,7 +507,7 @@ class Run:
                 path=self.path,
             )
         # (all rows that can name this array are in this index)
-        if (array, shard, offset, length) in Captures(self, spec.layer, spec.kind)._index.overlapping:
+        if (array, shard, offset, length) in Captures(self, spec.layer, spec.kind)._all.overlapping:
             raise CorruptRunError(
                 f"{self.path}: the manifest has {_place(row)} in {length:,} bytes of shard {array}/{shard} at byte {offset:,}, some of which belong to another "
                 "capture",
@@ -465,17 +541,22 @@ class Run:
 
 
 def _summary(layer: str, kind: str, rows: pa.Table) -> dict[str, Any]:
-    captured = rows.filter(pc.equal(rows["status"], "ok"))
+    is_captured = pc.equal(rows["status"], "ok")
+    stored = rows.filter(pc.or_(is_captured, pc.equal(rows["status"], "summarized")))
+    num_captured = pc.sum(is_captured).as_py() or 0
+    portion = PORTION_COLUMN[0]
     return {
         "layer": layer,
         "kind": kind,
-        "captures": captured.num_rows,
-        "gaps": rows.num_rows - captured.num_rows,
-        "shapes": sorted(set(map(tuple, captured["shape"].to_pylist()))),
-        "dtypes": sorted(pc.unique(captured["dtype"]).to_pylist()),
-        "nbytes": pc.sum(captured["nbytes"]).as_py() or 0,
-        "epochs": sorted(pc.unique(captured["epoch"]).to_pylist()),
-        "phases": sorted(pc.unique(captured["phase"]).to_pylist()),
+        "captures": num_captured,
+        "summarized": stored.num_rows - num_captured,
+        "gaps": rows.num_rows - stored.num_rows,
+        "shapes": sorted(set(map(tuple, stored["shape"].to_pylist()))),
+        "dtypes": sorted(pc.unique(stored["dtype"]).to_pylist()),
+        "nbytes": pc.sum(rows.filter(is_captured)["nbytes"]).as_py() or 0,
+        "epochs": sorted(pc.unique(stored["epoch"]).to_pylist()),
+        "phases": sorted(pc.unique(stored["phase"]).to_pylist()),
+        "portions": sorted(pc.unique(stored[portion]).to_pylist()) if portion in stored.schema.names else [""][: stored.num_rows],
     }
 
 
@@ -490,4 +571,5 @@ def _place(row: dict[str, Any]) -> str:
         return f"the whole of {row['phase']} epoch {row['epoch']}, batch {row['batch']}"
     call = f", call {row['call']}" if row["call"] else ""
     leaf = f", leaf {row['leaf']!r}" if row["leaf"] else ""
-    return f"{row['kind']} of layer {row['layer']!r} in {row['phase']} epoch {row['epoch']}, batch {row['batch']}{call}{leaf}"
+    portion = f", {row[PORTION_COLUMN[0]]}" if row.get(PORTION_COLUMN[0]) else ""
+    return f"{row['kind']} of layer {row['layer']!r} in {row['phase']} epoch {row['epoch']}, batch {row['batch']}{call}{leaf}{portion}"

@@ -14,6 +14,7 @@ from hookstore.errors import OptionError
 from hookstore.format import LARGEST_COORDINATE, PHASES
 
 When = int | Iterable[int] | Callable[[int], bool]
+Restriction = Container[int] | Callable[[int], bool] | None
 _LONGEST_CREDIT_S = 10.0
 _MOST_LISTED = 1000
 
@@ -33,9 +34,9 @@ class Schedule:
     """
 
     every: int
-    epochs: Container[int] | Callable[[int], bool] | None
-    batches: Container[int] | Callable[[int], bool] | None
-    steps: Container[int] | Callable[[int], bool] | None
+    epochs: Restriction
+    batches: Restriction
+    steps: Restriction
     phases: frozenset[str]
 
     @classmethod
@@ -81,9 +82,9 @@ class Schedule:
         """Say whether a batch is recorded, whatever its phase; without a step, whether it may be."""
         return (
             batch % self.every == 0
-            and _allows(self.batches, batch)
-            and _allows(self.epochs, epoch)
-            and (step is None or _allows(self.steps, step))
+            and allows(self.batches, batch)
+            and allows(self.epochs, epoch)
+            and (step is None or allows(self.steps, step))
         )
 
     def describe(self) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def whole(name: str, value: SupportsIndex, *, least: int = 0, error: type[Option
     return whole
 
 
-def _restriction(name: str, value: When | None) -> Container[int] | Callable[[int], bool] | None:
+def _restriction(name: str, value: When | None) -> Restriction:
     if value is None or callable(value):
         return value
     if isinstance(value, range):
@@ -185,7 +186,7 @@ def _restriction(name: str, value: When | None) -> Container[int] | Callable[[in
     return frozenset(whole(name, item, error=OptionError) for item in value)
 
 
-def describe_restriction(restriction: Container[int] | Callable[[int], bool] | None) -> Any:
+def describe_restriction(restriction: Restriction) -> Any:
     """Return what ``run.json`` says of a restriction."""
     if isinstance(restriction, range):
         return {"start": restriction.start, "stop": restriction.stop, "step": restriction.step}
@@ -195,13 +196,14 @@ def describe_restriction(restriction: Container[int] | Callable[[int], bool] | N
     return None if restriction is None else "function"
 
 
-def _extent(restriction: Container[int] | Callable[[int], bool] | None) -> int | None:
+def _extent(restriction: Restriction) -> int | None:
     if isinstance(restriction, range | frozenset) and len(restriction):
         return max(restriction) + 1
     return None
 
 
-def _allows(restriction: Container[int] | Callable[[int], bool] | None, value: int) -> bool:
+def allows(restriction: Restriction, value: int) -> bool:
+    """Say whether a restriction allows an epoch, a batch or a step."""
     if restriction is None:
         return True
     if callable(restriction):

@@ -84,6 +84,11 @@ class ShareWatch(Arrivals):
         self._target: weakref.ref[torch.Tensor] | None = None
         self._handle: Any = None
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the share is wanted with the graph behind it."""
+        return self._sink.is_live
+
     def expect_node(self) -> None:
         """Count one more node."""
         self._num_nodes += 1
@@ -110,7 +115,7 @@ class ShareWatch(Arrivals):
             return
         task = _graph_task()
         if task not in self._sums:
-            self._sums[task] = _Sum()
+            self._sums[task] = _Sum(is_live=self._sink.is_live)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         current = self._sums[task]
         current.num_nodes += 1
@@ -134,17 +139,21 @@ class ShareWatch(Arrivals):
 class _Sum:
     """What has come in one backward."""
 
-    __slots__ = ("num_nodes", "total")
+    __slots__ = ("is_live", "num_nodes", "total")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_live: bool) -> None:
+        self.is_live = is_live
         self.num_nodes = 0
         self.total: torch.Tensor | None = None
 
     def add(self, contribution: torch.Tensor) -> None:
         with _disable_current_modes() if _num_modes() else _NOTHING:
-            contribution = contribution.detach()
+            if not self.is_live:
+                contribution = contribution.detach()
             if self.total is None:
-                self.total = contribution.clone()  # autograd may go on to add in place
+                self.total = (
+                    contribution if self.is_live else contribution.clone()
+                )  # autograd may go on to add in place to what nobody else has
             elif self.total.layout != torch.strided:
                 self.total = contribution + self.total
             else:
@@ -162,11 +171,16 @@ class _NodeHook:
     def __call__(self, gradients: Sequence[torch.Tensor | None], _of_outputs: Sequence[torch.Tensor | None]) -> None:
         with torch._C.DisableTorchFunction():
             for watch, places in self._takers.items():
-                watch.add([_looked_at(gradient, view) for position, view in places if (gradient := gradients[position]) is not None])
+                is_live = watch.is_live
+                watch.add(
+                    [_looked_at(gradient, view, is_live) for position, view in places if (gradient := gradients[position]) is not None]
+                )
 
 
-def _looked_at(gradient: torch.Tensor, view: View | None) -> torch.Tensor:
-    return gradient if view is None or why_not(gradient) is not None else view.look_at(gradient.detach())
+def _looked_at(gradient: torch.Tensor, view: View | None, is_live: bool) -> torch.Tensor:  # noqa: FBT001
+    if view is None or why_not(gradient) is not None:
+        return gradient
+    return view.look_at(gradient if is_live else gradient.detach())
 
 
 def watch_inputs(

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,60 @@ _MOST_DIMS = 61  # NumPy and Zarr have 64, and an array has up to three before t
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.parameter.Buffer)
 
 
-class Sink:
+class Sink(Protocol):
+    """Where the hooks hand over what they see.
+
+    Attributes
+    ----------
+    is_active : bool
+        Whether it takes anything.
+    is_live : bool
+        Whether it keeps tensors as they are, with the graph behind them: of such nothing is detached on the way.
+    scaler : torch.amp.GradScaler or None
+        What the loss is scaled by.
+    clock : Clock
+        Where training stands.
+    """
+
+    is_active: bool
+    is_live: bool
+    scaler: torch.amp.GradScaler | None
+    clock: Clock
+
+    def put(self, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int = 0) -> None:
+        """Take one tensor, or note why it cannot be taken."""
+
+    def structure(self, text: str) -> int:
+        """Return the number that a call carries for the structure of its value."""
+
+    def skip_value(
+        self,
+        layer: str,
+        kind: str,
+        call: Call,
+        reason: str,
+        *,
+        leaf: str = "",
+        backward: int = 0,
+        topic: str | None = None,
+        take: Take = WHOLE,
+    ) -> None:
+        """Note that a value, or one leaf of it, cannot be taken."""
+
+    def skip_other(self, layer: str, kind: str, call: Call, other: Other) -> None:
+        """Note that something inside a value is no tensor."""
+
+    def skip_layers(self, reasons: dict[str, str], kinds: Mapping[str, Sequence[str]], here: Coordinates, step: int) -> None:
+        """Note gaps of whole layers in a batch."""
+
+    def skip_unforeseen(self, coordinates: Coordinates) -> None:
+        """Note that a batch began inside a compiled graph that was not to be watched."""
+
+    def cut_short(self, here: Coordinates, reason: str) -> None:
+        """Note that a forward was broken off."""
+
+
+class StagingSink:
     """Takes tensors from the hooks and stages them, until it is turned off.
 
     Parameters
@@ -51,6 +104,7 @@ class Sink:
 
     def __init__(self, stager: Stager, clock: Clock, *, disable_on_failure: bool, scaler: torch.amp.GradScaler | None = None) -> None:
         self.is_active = True
+        self.is_live = False
         self.scaler = scaler
         self.clock = clock
         self._stager = stager
@@ -70,6 +124,7 @@ class Sink:
             call = call._replace(scale=_scale_of(self.scaler))
         whole = tensor
         for take in takes:
+            tensor = whole
             if take.portion is not None:
                 part = self._part_of(whole, take, layer, kind, leaf, call, backward)
                 if part is None:

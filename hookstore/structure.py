@@ -41,7 +41,7 @@ NODES: tuple[tuple[str, str], ...] = (
     ('["other", type, reason]', "what was not stored; the reason is empty where it is that it is no tensor"),
 )
 
-# The parts of tensors that are several, in order.
+# The parts of tensors that are several, in order; and of texts, which only annotations have: all letters, and where each text begins and the last one ends.
 PARTS: dict[str, tuple[str, ...]] = {
     "sparse_coo": ("indices", "values", "shape"),
     "sparse_csr": ("crow_indices", "col_indices", "values", "shape"),
@@ -52,6 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "jagged": ("values", "offsets"),
     "jagged_with_lengths": ("values", "offsets", "lengths"),
     "quantized": ("int_repr", "scale", "zero_point"),
+    "texts": ("utf8", "offsets"),
 }
 
 

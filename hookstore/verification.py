@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from hookstore.dimensions import coordinate_files, dimensions_of, is_coordinate
 from hookstore.errors import CorruptRunError
-from hookstore.files import leads_outside, list_names
+from hookstore.files import leads_outside, list_names, read_small
 from hookstore.format import (
     CRC_BYTES,
     DTYPES,
     LAYERS_DIR,
     MISSING,
+    PORTION_COLUMN,
     STATUSES,
+    STORED,
     ArraySpec,
     is_array_path,
     is_shard_key,
@@ -31,7 +34,7 @@ from hookstore.metadata import StoredArray, read_array, read_description
 from hookstore.shards import check_chunks, read_sealed
 
 _MOST_FAULTS = 10_000
-_OF_ARRAY = ("layer", "kind", "phase", "leaf", "dtype")  # what all rows of an array have in common
+_OF_ARRAY = ("layer", "kind", "phase", "leaf", "dtype", PORTION_COLUMN[0])  # what all rows of an array have in common
 _TRIES = 3  # shards of a live run are renamed while one looks
 
 Progress = Callable[[int, int, str], None]
@@ -81,7 +84,7 @@ class Verification:
     num_captures, num_bytes, num_shards : int
         Captures that were checked, their bytes on disk, and the shards that they are in.
     num_gaps, num_lost : int
-        Manifest rows of something that is missing, and those of them that a power failure took.
+        Manifest rows with neither a tensor nor statistics, and those of them that a power failure took.
     num_faults : int
         Everything that is wrong.
     faults : list of Fault
@@ -196,12 +199,14 @@ class _Check:
         self.statuses = np.asarray(np.array([*texts, ""], dtype=object)[codes])
         found.num_captures = int((self.statuses == "ok").sum())
         found.num_lost = int((self.statuses == "lost").sum())
-        found.num_gaps = int((~np.isin(self.statuses, ("ok", "summarized", "fired"))).sum())
+        found.num_gaps = len(self.statuses) - int(np.isin(self.statuses, (*STORED, "fired")).sum())
         for position in np.flatnonzero(~np.isin(self.statuses, STATUSES)).tolist():
             found._add(self._fault(position, f"the manifest has status {self.statuses[position]!r}, which there is not", run_path))
 
     def _codes(self, name: str) -> tuple[np.ndarray[Any, Any], list[str]]:
-        """Return a column of text as numbers that count into its texts."""
+        """Return a column of text as numbers that count into its texts; one that the run does not have is empty."""
+        if name not in self.rows.schema.names:
+            return np.zeros(self.rows.num_rows, dtype=np.int32), [""]
         column = self.rows[name].combine_chunks()
         return (np.asarray(column.indices), column.dictionary.to_pylist()) if len(column) else (np.empty(0, dtype=np.int32), [])
 
@@ -247,7 +252,23 @@ class _Check:
         if leads_outside(self.run_path, path):
             self.found._add(Fault("the array leads out of the run", path))
             return None
+        self._check_coordinates(stored)
         return stored
+
+    def _check_coordinates(self, stored: StoredArray) -> None:
+        """See that the positions beside an array are those of the part that it keeps."""
+        for name, dimension in zip(stored.names, dimensions_of(stored.spec), strict=True):
+            if dimension.positions is None or not is_coordinate(name):
+                continue
+            directory = os.path.join(self.layers_path, os.path.dirname(stored.spec.path), name)
+            for file, contents in coordinate_files(name, dimension.positions).items():
+                path = os.path.join(directory, file)
+                try:
+                    is_right = read_small(path, len(contents), self.run_path) == contents
+                except OSError:
+                    is_right = False
+                if not is_right:
+                    self.found._add(Fault(f"it does not say where the part lies that {stored.spec.path} keeps", path))
 
     def _without_rows(self, known: dict[tuple[str, str], Any]) -> Iterator[tuple[str, str]]:
         """Find sealed shards that no row tells of."""
@@ -255,7 +276,7 @@ class _Check:
             for name in list_names(os.path.join(self.layers_path, layer)):
                 array = f"{layer}/{name}"
                 directory = os.path.join(self.layers_path, layer, name)
-                if not is_array_path(array) or leads_outside(self.run_path, directory):
+                if is_coordinate(name) or not is_array_path(array) or leads_outside(self.run_path, directory):
                     continue
                 for file in list_names(directory):
                     if is_shard_key(file) and (array, file) not in known:

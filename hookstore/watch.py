@@ -168,7 +168,7 @@ class GradientWatch(Arrivals):
                     "the output is a view that was edited in place, and the gradient of its base cannot be looked at as that of a view"
                 )
             else:
-                self.put(self._base_view.look_at(gradient.detach()))
+                self.put(self._base_view.look_at(gradient if self._sink.is_live else gradient.detach()))
 
 
 def distrust_shared_bases(watched: Sequence[tuple[torch.Tensor, GradientWatch]]) -> None:

@@ -558,7 +558,7 @@ def make_small(patch: pytest.MonkeyPatch, segment_rows: int = 6) -> None:
     patch.setattr(manifest, "SEGMENT_ROWS", segment_rows)
     patch.setattr(writer, "_PLACES_UNSEALED", 1)
     patch.setattr(
-        sink.Sink, "skip_layers", lambda *_: None
+        sink.StagingSink, "skip_layers", lambda *_: None
     )  # the model calls what a step asks for; rows about the rest would be in the way
     patch.setattr(writer, "_POLL_S", 0.005)
     patch.setattr(writer, "_REGION_AGE_S", 0.0)

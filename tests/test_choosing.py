@@ -130,7 +130,8 @@ def test_tensors_and_statistics_alone_of_the_same_layer(tmp_path):
     [
         ({"dtype": torch.float16}, {}, "dtype"),
         ({}, {"codec": "zstd"}, "codec"),
-        ({"dims": ("sample", "feature")}, {}, "dims"),
+        ({"dims": ("sample", "feature")}, {"dims": ("sample", "unit")}, "dims"),
+        ({"dims": ("feature", "sample")}, {"select": {"sample": 1}}, "dims"),
         ({"name": "one"}, {"name": "one"}, "captures"),
     ],
 )
@@ -141,6 +142,23 @@ def test_two_captures_of_one_thing_must_agree(tmp_path, first, second, option):
         )
     assert caught.value.option == option
     assert not (tmp_path / "run").exists()
+
+
+def test_what_one_capture_says_of_axes_holds_for_all(tmp_path):
+    """And no codec matters to statistics alone."""
+    captures = [
+        hookstore.Capture(layers=FIRST, stats="only"),
+        hookstore.Capture(layers=FIRST, select={"sample": 2}, dims=("sample", "unit"), codec="zstd"),
+        hookstore.Capture(layers=FIRST, codec="zstd", every=2),
+    ]
+    model = network()
+    with recording(model, tmp_path / "run", captures=captures) as recorder:
+        train(model, recorder, 2)
+    layers = tmp_path / "run" / "layers" / FIRST
+    for name in ("activation", "activation.@sample=~2"):
+        metadata = json.loads((layers / name / "zarr.json").read_text())
+        assert metadata["attributes"]["dims"] == ["sample", "unit"]
+        assert [codec["name"] for codec in metadata["codecs"][0]["configuration"]["codecs"]] == ["bytes", "zstd", "crc32c"]
 
 
 def test_captures_of_different_forms_stand_side_by_side_where_they_are_different_things(tmp_path):

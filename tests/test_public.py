@@ -33,10 +33,14 @@ def test_public_names_are_pinned():
             "Fault",
             "GradientEdit",
             "LayerRun",
+            "LayerTap",
             "NestedArray",
             "NotStored",
+            "Occurrence",
             "PackedSequence",
             "PartialBatch",
+            "Plan",
+            "PlannedTensor",
             "Progress",
             "QuantizedArray",
             "Record",
@@ -44,12 +48,16 @@ def test_public_names_are_pinned():
             "RecoveryReport",
             "Run",
             "RunInfo",
+            "SampleCaptures",
+            "SampleHistory",
+            "SampleLayer",
             "Samples",
             "SparseArray",
             "Statistics",
+            "Tap",
             "Verification",
         ),
-        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "reverse_gradient", "scale_gradient"),
+        *("__version__", "open", "record", "recover", "verify", "clip_gradient", "plan", "reverse_gradient", "scale_gradient", "tap"),
     }
     for name in hookstore.__all__:
         assert getattr(hookstore, name) is not None
@@ -86,8 +94,9 @@ def test_signatures_are_pinned():
     ]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in list(parameters.values())[2:])
     public = {
-        hookstore.Recorder: {"at", "batches", "captures", "close", "flush", "paused", "phase", "progress", "switch"},
+        hookstore.Recorder: {"annotate", "at", "batches", "captures", "close", "flush", "loss", "paused", "phase", "progress", "switch"},
         hookstore.Run: {
+            "annotations",
             "attempts",
             "batches",
             "close",
@@ -95,15 +104,20 @@ def test_signatures_are_pinned():
             "info",
             "kinds",
             "layers",
+            "loss",
             "manifest",
             "partial_batches",
             "read",
             "refresh",
+            "sample",
         },
         hookstore.LayerRun: {"activation", "gradient", "input", "input_gradient", "kinds", "parameter", "parameter_gradient"},
-        hookstore.Captures: {"get", "leaf", "leaves", "raw", "row", "rows", "samples", "tensor", "value"},
+        hookstore.Captures: {
+            *("get", "leaf", "leaves", "portion", "portions", "raw", "row", "rows", "samples", "stats", "statistics", "tensor", "value")
+        },
         hookstore.Samples: {"where"},
         hookstore.GradientEdit: {"remove"},
+        hookstore.Tap: {"clear", "kinds", "layers", "remove", "values"},
     }
     for kind, names in public.items():
         assert {name for name in vars(kind) if not name.startswith("_")} == names
@@ -130,27 +144,43 @@ def test_version_is_one():
 
 
 FLOW = (
-    *("errors", "format", "structure", "statistics", "device_statistics", "files", "wrappers", "selection", "portion", "codecs"),
-    *("schedule", "capture", "agenda", "clock", "layout", "device", "staging"),
-    *("nested", "parts", "sink", "watch", "shares", "recomputation", "optimizers"),
     *(
-        "operators",
-        "compiler",
-        "compiled",
-        "hooks",
-        "containers",
-        "standins",
-        "edits",
-        "gradients",
-        "uncalled",
-        "swaps",
-        "fastpath",
-        "around",
-        "attach",
+        "errors",
+        "format",
+        "structure",
+        "statistics",
+        "device_statistics",
+        "files",
+        "wrappers",
+        "selection",
+        "portion",
+        "dimensions",
+        "codecs",
     ),
-    *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "recorder"),
-    *("rows", "samples", "values", "joined", "assembly", "captures", "run", "verification", "bench", "cli", "demo"),
+    *("schedule", "occasions", "planned", "footprint", "recorded", "capture", "agenda", "clock", "layout", "device", "staging"),
+    *("nested", "parts", "sink", "restored", "rehearsal", "watch", "shares", "recomputation", "live", "optimizers"),
+    *("operators", "models", "compiler", "compiled", "hooks", "containers", "standins", "edits", "gradients"),
+    *("uncalled", "swaps", "fastpath", "around", "attach"),
+    *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "annotations", "recorder", "planning"),
+    *(
+        "rows",
+        "samples",
+        "summaries",
+        "values",
+        "joined",
+        "assembly",
+        "captures",
+        "occurrences",
+        "histories",
+        "run",
+        "tapping",
+        "projection",
+    ),
+    *("verification", "bench", "cli", "demo"),
 )
+
+
+READING_SIDE = FLOW[FLOW.index("rows") : FLOW.index("run") + 1]
 
 
 def imports_of(module):
@@ -173,7 +203,7 @@ def imports_of(module):
 @pytest.mark.parametrize("module", FLOW)
 def test_imports_follow_the_flow_of_data(module):
     allowed = set(FLOW[: FLOW.index(module)]) | ({module} if module == "demo" else set())
-    if module in ("rows", "samples", "values", "joined", "assembly", "captures", "run"):  # the reading side
+    if module in READING_SIDE:
         allowed &= {
             *(
                 "errors",
@@ -181,15 +211,16 @@ def test_imports_follow_the_flow_of_data(module):
                 "structure",
                 "statistics",
                 "portion",
+                "dimensions",
                 "codecs",
                 "files",
                 "lock",
                 "metadata",
                 "shards",
                 "schema",
-                "manifest",
             ),
-            *("rows", "samples", "values", "joined", "assembly", "captures"),
+            "manifest",
+            *READING_SIDE,
         }
     assert imports_of(module) <= allowed
     assert set(FLOW) == {path.stem for path in (ROOT / "hookstore").glob("*.py")} - {"__init__"}
@@ -200,7 +231,7 @@ def test_imports_follow_the_flow_of_data(module):
     [
         ("crc32c", {"staging", "shards", "manifest", "writer"}),
         ("numcodecs", {"codecs"}),
-        ("pyarrow", {"schema", "manifest", "recovery", "captures", "rows", "run", "verification"}),
+        ("pyarrow", {"schema", "manifest", "recovery", "captures", "rows", "run", "summaries", "verification"}),
         ("rich", {"cli", "demo"}),
         ("typer", {"cli", "demo"}),
         ("zarr", {"arrays", "demo"}),

@@ -149,12 +149,14 @@ def test_info(run):
         "layer": "2",
         "kind": "activation",
         "captures": 12,
+        "summarized": 0,
         "gaps": 0,
         "shapes": [(3, 2), (5, 2)],
         "dtypes": ["float32"],
         "nbytes": 4 * 2 * 4 * (5 + 5 + 3),
         "epochs": [0, 1],
         "phases": ["eval", "train"],
+        "portions": [""],
     }
 
 

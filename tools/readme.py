@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hookstore import dimensions, structure
 from hookstore import format as spec
-from hookstore import structure
 from hookstore.portion import token_of
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -50,9 +50,20 @@ def rules() -> str:
             spec.array_name("activation", rank=3),
         )
     )
+    part = spec.ArraySpec(
+        "fc", "activation", "train", "", "float32", "activation", (8, 10), (1, 1), portion="sample[:8]", dims=("sample", "feature")
+    )
+    kept, feature = (dimension.wished for dimension in dimensions.dimensions_of(part))
+    token = spec.array_name("activation", portion=token_of(part.portion))
+    annotation = spec.ArraySpec("", "annotation", "train", "label", "int64", spec.array_name("annotation", leaf="label"), (8,), (1, 1)).path
     return f"""- **Names.** Up to {spec.COMPONENT_BYTES} bytes exact, beyond that cut and ended by a hash: {names}.
 - **Arrays.** One per kind, leaf, phase, part of the tensor, dtype, size class, and for calls from 1 on: {arrays}.
   Bits of the dtypes that have no registered Zarr name are stored as unsigned integers; the torch dtype is in the attributes and in the manifest.
+- **Parts.** Of a tensor of which `select` keeps `{part.portion}` the part is in `{token}`; `select` and `dims` are in the array's attributes. Dimensions
+  are called `sample` or as `dims` says (`{feature}`) while that name has one size among the layer's arrays, else for themselves alone (`activation_{feature}`). One of
+  which a part is kept has a name of its own (`{kept}`) and, where the positions do not depend on how many there were, a coordinate beside the arrays: an
+  int64 array of that name with the positions in the whole tensor, negative ones counted from the end.
+- **Batches.** What belongs to a batch and to no layer is in the root's group: annotations (`{annotation}`) and losses (`loss`).
 - **Chunks** have the shape of the first capture. A later one with a smaller batch (at least half) or with other dimensions of the same power-of-two class
   is padded with the fill value (NaN for floats, else 0); a larger one gets a sibling array. The true shape is in the manifest.
 - **Shards** have about {spec.SHARD_TARGET_BYTES >> 20} MiB when full and at most {spec.MAX_SHARD_ENTRIES:,} entries. Each chunk starts at a multiple of
@@ -80,7 +91,8 @@ def structures() -> str:
             "|---|---|",
             *nodes,
             "",
-            f"Tensors that are stored as several have these parts, under their leaf path and the part's name: {parts}.",
+            f"Tensors that are stored as several have these parts, under their leaf path and the part's name: {parts}. (`texts` are annotations",
+            "that are text: all letters in UTF-8, and where each text begins and the last one ends.)",
             f"The rows of parts have `{at}`: the value's node (`null` where the tensor is all of it, or a parameter), the tensor's leaf path,",
             'its kind and what else there is to know; around these two stands `["dtensor", facts, …]` for the local tensor of a DTensor.',
         ]
