@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 
 import pytest
 import torch
@@ -90,6 +91,11 @@ def test_a_segment_of_long_texts_becomes_a_part_before_it_is_too_long_to_be_read
             if recorder._clock.under_way[0].batch % 20 == 19:
                 recorder.flush()
         assert len(list((tmp_path / "run" / "manifest").iterdir())) > 1
+    assert len(rows_of(tmp_path / "run")) == 100
+    monkeypatch.setattr("hookstore.recovery.SEGMENT_BYTES", 1 << 16)
+    shutil.rmtree(tmp_path / "run" / "manifest")
+    hookstore.recover(tmp_path / "run")
+    assert len(list((tmp_path / "run" / "manifest").iterdir())) > 2
     assert len(rows_of(tmp_path / "run")) == 100
 
 
