@@ -251,7 +251,7 @@ class Flight:
         try:
             if self._is_spent:
                 raise DiskBudgetSpent
-            self._stager.set_aside(None if isinstance(item, Draft) else item.region)
+            self._stager.set_aside(*((None, item.take.text) if isinstance(item, Draft) else (item.region,)))
         except DiskBudgetSpent as error:
             if not self._is_spent:
                 self._is_spent = True

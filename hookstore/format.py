@@ -54,6 +54,7 @@ FRAME_BYTES = 12
 FRAME_SCHEMA, FRAME_ROWS, FRAME_SYNC = 1, 2, 3
 SYNC_FORMAT = "<Q"  # rows of this segment, counted from its start, that are durable
 SEGMENT_ROWS = 65_536
+SEGMENT_BYTES = 128 << 20  # rows may have long texts, and readers take no texts of more than four times as much
 
 
 class Row(NamedTuple):

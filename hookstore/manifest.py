@@ -45,6 +45,7 @@ from hookstore.format import (
     FRAME_SYNC,
     JOURNAL_DIR,
     MANIFEST_DIR,
+    SEGMENT_BYTES,
     SEGMENT_ROWS,
     SYNC_FORMAT,
     Row,
@@ -480,8 +481,8 @@ class ManifestWriter:
 
     @property
     def is_segment_full(self) -> bool:
-        """Whether the segment has enough rows to become a part."""
-        return self._num_rows >= SEGMENT_ROWS
+        """Whether the segment has enough rows, or bytes, to become a part."""
+        return self._num_rows >= SEGMENT_ROWS or self.num_bytes >= SEGMENT_BYTES
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Acknowledge rows: when this returns they survive a kill of the process. Their bytes must have been written before."""

@@ -20,7 +20,7 @@ Kept = int | slice | Sequence[int]
 Select = Mapping[Axis, Kept] | Callable[[Any], Any]
 
 SAMPLE = "sample"
-MOST_TEXT = 1 << 16  # characters
+MOST_TEXT = 1 << 12  # characters, which stand in every row
 _MOST_TOKEN = 64
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PICK = re.compile(
@@ -117,7 +117,10 @@ class Portion:
                 raise OptionError(f"select: axis {pick.name!r} is there twice in {select!r}", option="select")
         text = ", ".join(pick.text for pick in picks)
         if len(text) > MOST_TEXT:
-            raise OptionError(f"select: it names {len(text):,} characters of positions; use slices, or a function", option="select")
+            raise OptionError(
+                f"select: it names {len(text):,} characters of positions, and at most {MOST_TEXT:,} are kept; use slices, or a function",
+                option="select",
+            )
         return cls(text, tuple(picks))
 
     @classmethod

@@ -327,6 +327,7 @@ class Recorder:
         self._is_ring = last is not None
         self._fires_when_raised = any(isinstance(trigger, Raised) for trigger in triggers)
         stored = [array.spec for array in leftover.arrays]
+        agenda.check_stored(stored)
         catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=rank, stored=stored, are_prompt=self._is_ring)
         pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(
@@ -424,7 +425,7 @@ class Recorder:
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Record nothing inside a ``with`` statement: there are no hooks on the layers, and calls of the root module are no batches of the automatic clock.
 
-        A clock that was set goes on where it stood. Pauses may be nested.
+        A clock that was set goes on where it stood. Pauses may be nested. Gradients of a forward before the pause are recorded all the same.
         """
         self._check_open()
         return self._clock.pause()

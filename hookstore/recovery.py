@@ -32,6 +32,7 @@ from hookstore.format import (
     LOCK_FILE,
     MAKING_PREFIX,
     MANIFEST_DIR,
+    SEGMENT_BYTES,
     SEGMENT_ROWS,
     WRITING_SUFFIX,
     ArraySpec,
@@ -494,8 +495,9 @@ class _TakeUp:
         for rank, attempt in sorted(set(zip(ranks.tolist(), attempts.tolist(), strict=True))):
             of_attempt = rows.filter(pa.array((ranks == rank) & (attempts == attempt)))
             free = (index for index in itertools.count() if (rank, attempt, index) not in self.pieces)
-            for start in range(0, of_attempt.num_rows, SEGMENT_ROWS):
-                self._write_part((rank, attempt, next(free)), of_attempt.slice(start, SEGMENT_ROWS))
+            num_rows = max(1, min(SEGMENT_ROWS, of_attempt.num_rows * SEGMENT_BYTES // max(1, of_attempt.nbytes)))
+            for start in range(0, of_attempt.num_rows, num_rows):
+                self._write_part((rank, attempt, next(free)), of_attempt.slice(start, num_rows))
 
     # Shards -------------------------------------------------------------------------------------------------------
 

@@ -227,7 +227,8 @@ class StagingSink:
             is_cast = name in ("", "values")  # the others say where values are or what they mean, and stay what they are
             dtype = (take.stored if is_cast else TORCH_DTYPES).get(part.dtype, "")
             path = f"{leaf}.{name}" if leaf and name else leaf or name
-            self._put_slowly(take, layer, kind, path, part, call, backward, why_not(part), dtype)
+            of_part = call._replace(scale=math.nan) if _counts(part.dtype) else call  # where values are has no scale
+            self._put_slowly(take, layer, kind, path, part, of_part, backward, why_not(part), dtype)
 
     def _put_slowly(
         self, take: Take, layer: str, kind: str, leaf: str, tensor: torch.Tensor, call: Call, backward: int, reason: str | None, dtype: str

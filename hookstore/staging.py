@@ -473,25 +473,27 @@ class Stager:
         if self.failure is not None:
             raise self.failure
         if tensor.numel() == 0:
+            capture.scale = math.nan  # it scales nothing, and may live on a device that the writer must not wait for
             if capture.take.stats:
-                _summarize(capture, tensor)
+                with _unseen():
+                    _summarize(capture, tensor)
             self.note(capture)
             return
         where = capture.coordinates
         array = self._catalog.find(capture, epoch_batches=epoch_batches)
         capture.array = array
         if _smallest_region(array) > self.arena_bytes:
-            capture.scale = float(capture.scale)  # waits for the device, as the pieces do
-            if array.stats:
-                _summarize(capture, tensor)
-            if array.stats == ONLY:
-                capture.array = None
-                self.note(capture)
-                return
-            if self.is_ring:
-                self._give_up_capture(capture)
-                return
-            self._stage_oversize(capture, array.spec.shard_of(where.epoch, where.batch, capture.call), tensor)
+            with _unseen():
+                capture.scale = float(capture.scale)  # waits for the device, as the pieces do
+                if array.stats:
+                    _summarize(capture, tensor)
+                if array.stats == ONLY:
+                    capture.array = None
+                    self.note(capture)
+                elif self.is_ring:
+                    self._give_up_capture(capture)
+                else:
+                    self._stage_oversize(capture, array.spec.shard_of(where.epoch, where.batch, capture.call), tensor)
             return
         call = Call(where, capture.call, capture.step, 0, capture.structure, capture.scale)
         reason = self._stage_slot(array, call, capture.backward, capture.shape, capture.wall_time_us, tensor)
@@ -622,7 +624,7 @@ class Stager:
                 with self._lock:
                     self._number_of(capture.coordinates)
         elif self.disk is not None and capture.status not in ("partial", "stopped"):
-            self.set_aside(None)
+            self.set_aside(None, capture.take.text)
         self.queue.put(capture)
 
     def _copy(self, array: Array, start: int, shape: tuple[int, ...], tensor: torch.Tensor) -> Transfer | None:
@@ -836,6 +838,15 @@ class Stager:
         array.region = region
         return region
 
+    def _take_disk(self, array: Array, shard: tuple[int, ...], num_bytes: int, num_captures: int) -> int:
+        """Set room on the disk aside for captures with so many bytes, or with rows alone, and return what to settle for it."""
+        assert self.disk is not None
+        num_bytes += num_captures * _text_bytes(array.spec.portion)
+        if array.stats == ONLY:
+            return self.disk.take(num_bytes, num_captures)
+        key, num_entries = array.spec.shard_key(shard), array.spec.num_entries
+        return self.disk.take(num_bytes, num_captures, array=array.path, shard=key, num_entries=num_entries)
+
     def _close_region(self, region: Region) -> None:
         region.closed = True
         self._closing[region] = None
@@ -865,12 +876,7 @@ class Stager:
         oversize = Oversize(capture, shard, num_bytes)
         if self.disk is not None:
             with self._lock:
-                oversize.disk_bytes = self.disk.take(
-                    align(num_bytes + CRC_BYTES, PAGE_BYTES),
-                    array=array.path,
-                    shard=array.spec.shard_key(shard),
-                    num_entries=array.spec.num_entries,
-                )
+                oversize.disk_bytes = self._take_disk(array, shard, align(num_bytes + CRC_BYTES, PAGE_BYTES), 1)
         longest = min(_PIECE_BYTES, max(PAGE_BYTES, self.arena_bytes // 2 // PAGE_BYTES * PAGE_BYTES))
         for start in range(0, num_bytes, longest):
             length = min(longest, num_bytes - start)
@@ -910,7 +916,8 @@ class Stager:
             self._outstanding.pop(staged, None)
             self._held.discard(staged)
             if self.disk is not None and isinstance(staged, Region) and staged.disk_bytes:
-                self.disk.settle(staged.disk_bytes, staged.written_bytes, staged.num_captures)
+                text_bytes = staged.num_captures * _text_bytes(staged.array.spec.portion)
+                self.disk.settle(staged.disk_bytes, staged.written_bytes + text_bytes, staged.num_captures)
             self._room.notify_all()
 
     def hold(self, region: Region) -> None:
@@ -929,8 +936,8 @@ class Stager:
         with self._lock:
             return self._number_of(where) if begins else self._numbers.get(where, -1)
 
-    def set_aside(self, region: Region | None) -> None:
-        """Set room on the disk aside for what is to be written: a region, or a row.
+    def set_aside(self, region: Region | None, portion: str = "") -> None:
+        """Set room on the disk aside for what is to be written: a region, or a row with the text of a portion.
 
         Raises
         ------
@@ -941,19 +948,18 @@ class Stager:
             return
         with self._lock:
             if region is None:
-                self.disk.settle(self.disk.take(0), 0, 1)
-                return
-            spec = region.array.spec
-            region.disk_bytes = self.disk.take(
-                region.num_bytes, region.num_slots, array=spec.path, shard=spec.shard_key(region.shard), num_entries=spec.num_entries
-            )
+                num_bytes = _text_bytes(portion)
+                self.disk.settle(self.disk.take(num_bytes), num_bytes, 1)
+            else:
+                num_bytes = 0 if region.array.stats == ONLY else region.num_bytes
+                region.disk_bytes = self._take_disk(region.array, region.shard, num_bytes, region.num_slots)
 
     def count_written(self, num_bytes: int, *, oversize: Oversize | None = None) -> None:
         """Count what the writer has written beside regions: a capture in pieces, or, of any number of bytes, what is no capture."""
         if self.disk is not None:
             with self._lock:
                 if oversize is not None:
-                    self.disk.settle(oversize.disk_bytes, num_bytes, 1)
+                    self.disk.settle(oversize.disk_bytes, num_bytes + _text_bytes(oversize.capture.take.text), 1)
                 else:
                     self.disk.add(num_bytes)
 
@@ -1046,6 +1052,16 @@ class Stager:
         with self._lock:
             self.failure = failure
             self._room.notify_all()
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """Keep dispatch modes around the user's forward (selective checkpointing, FLOP counters) from seeing what we compute."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def _text_bytes(portion: str) -> int:
+    """Return what the text of a portion takes on the disk: in a row of the shard and in one of the journal."""
+    return 2 * len(portion)
 
 
 def _slot_bytes(array: Array) -> int:

@@ -102,7 +102,13 @@ class UncalledLayers:
         for layer in causes:
             del self._untold[layer]
         if causes:
-            self._sink.skip_layers(causes, self._kinds, ended.coordinates, ended.step)
+            kinds = {layer: self._kinds_due(layer, ended.coordinates) for layer in causes}
+            self._sink.skip_layers(causes, kinds, ended.coordinates, ended.step)
+
+    def _kinds_due(self, layer: str, here: Coordinates) -> list[str]:
+        """Return what is missing of a layer: what was due of it there, or all of it where nothing was, since it had no call anywhere."""
+        due = None if here.due is None else here.due.calls.get(layer)
+        return [kind for kind in self._kinds[layer] if due is None or kind in due.takes]
 
 
 def likely_cause(layer: LayerHooks, now: Mapping[str, nn.Module]) -> str:

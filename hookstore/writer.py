@@ -650,7 +650,8 @@ class Writer:
             return
         batch = make_batch([block for block, _ in self._blocks], self._schema)
         self._manifest.append(batch)
-        self._count_journal(batch.num_rows)
+        text_bytes = sum(len(block.portion) * len(block.numbers) for block, _ in self._blocks)
+        self._count_journal(batch.num_rows * FRAME_ROW_BYTES + text_bytes)
         self._needs_mark = True
         self.num_acknowledged += batch.num_rows
         for block, shard in self._blocks:
@@ -685,9 +686,9 @@ class Writer:
         self._count_journal(0)
         self._answer()
 
-    def _count_journal(self, num_rows: int) -> None:
-        """Count what the journal takes on the disk; that of rows was set aside with their captures."""
-        self._stager.count_written(self._manifest.num_bytes - self._journal_bytes - num_rows * FRAME_ROW_BYTES)
+    def _count_journal(self, row_bytes: int) -> None:
+        """Count what the journal takes on the disk, without what was set aside for rows with their captures."""
+        self._stager.count_written(self._manifest.num_bytes - self._journal_bytes - row_bytes)
         self._journal_bytes = self._manifest.num_bytes
 
     def _sync_files(self) -> None:

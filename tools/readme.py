@@ -73,7 +73,7 @@ def rules() -> str:
 - **Journal.** Frames of `{spec.FRAME_FORMAT}` (payload length, kind, crc32c over both and the payload) and the payload: kind {spec.FRAME_SCHEMA} the Arrow schema,
   {spec.FRAME_ROWS} an Arrow record batch, {spec.FRAME_SYNC} a sync mark (`{spec.SYNC_FORMAT}`: rows of the segment that are durable). Reading ends at the first frame that is torn;
   a damaged one is left out with a warning.
-  A segment of {spec.SEGMENT_ROWS:,} rows becomes a part.
+  A segment of {spec.SEGMENT_ROWS:,} rows, or of {spec.SEGMENT_BYTES >> 20} MiB, becomes a part.
 - **Going on.** A run that is taken up again writes segments and parts of the next attempt. Unsealed shards grow at the next multiple of {spec.PAGE_BYTES:,}; a sealed one is cloned, keeps all its offsets, gets
   rows and an index for everything behind them, and is renamed over. Of several chunks for one epoch, batch and call the index has the latest; the manifest has all."""
 
