@@ -251,7 +251,10 @@ class Flight:
         try:
             if self._is_spent:
                 raise DiskBudgetSpent
-            self._stager.set_aside(*((None, item.take.text) if isinstance(item, Draft) else (item.region,)))
+            if isinstance(item, Draft):
+                self._stager.set_aside(None, item.take.text)
+            else:
+                self._stager.set_aside(item.region)
         except DiskBudgetSpent as error:
             if not self._is_spent:
                 self._is_spent = True

@@ -623,7 +623,7 @@ class Writer:
             dtype=capture.dtype,
             nbytes=0,  # follows from shape, dtype and status
             wall_time=capture.wall_time_us,
-            loss_scale=None if shard is None else _origin((), 0, capture.scale).loss_scale,
+            loss_scale=None if shard is None and capture.statistics is None else _origin((), 0, capture.scale).loss_scale,
             shard="" if shard is None else shard.key,
             offset=offset,
             length=length,
