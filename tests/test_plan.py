@@ -202,6 +202,35 @@ def test_a_plan_leaves_the_model_as_it_was_also_when_its_forward_raises():
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_buffers_get_back_their_memory_their_shape_and_what_is_in_views_of_them():
+    class Buffers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("resized", torch.ones(2))
+            self.register_buffer("replaced", torch.randn(4))
+            self.register_buffer("view", self.replaced[1:])
+            self.register_buffer("expanded", torch.tensor([float("nan")]).expand(3))
+            self.register_buffer("sparse", torch.eye(3).to_sparse())
+            self.register_buffer("last", torch.zeros(2))
+
+        def forward(self, inputs):
+            self.resized.resize_(5).fill_(3)
+            self.replaced.data = torch.zeros(7)
+            self.expanded._base.zero_()
+            self.sparse.mul_(2)
+            self.last += 1
+            return inputs
+
+    model = Buffers()
+    same, values = dict(model.named_buffers()), {name: buffer.clone() for name, buffer in model.named_buffers()}
+    plan(model, torch.ones(2), layers="", show=False)
+    for name, buffer in model.named_buffers():
+        assert buffer is same[name]
+        found, expected = (value.to_dense().nan_to_num(-1) for value in (buffer, values[name]))
+        assert torch.equal(found, expected), name
+    assert model.view.data_ptr() == model.replaced[1:].data_ptr()
+
+
 def test_a_compiled_model_is_planned_without_compiling_it():
     def refuse(*_):
         raise AssertionError("it was compiled")
