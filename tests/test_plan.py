@@ -40,6 +40,17 @@ class Recurrent(nn.Module):
         return self.gru(inputs)[0].sum() + hidden.sum()
 
 
+class Pyramid(nn.Module):
+    """Calls its layers on maps of several sizes, some of which share an array."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, images):
+        return sum(self.head(images[..., :size, :size]).sum() for size in (4, 8, 12, 16, 16, 15))
+
+
 def small():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
@@ -90,6 +101,7 @@ RECORDINGS = {
     "statistics alone": (small, (32, 8), 1, 400, {"stats": "only"}),
     "parts, cast": (convolutional, (4, 1, 28, 28), 2, 20, {"select": {"sample": 2}, "dtype": torch.float16}),
     "calls": (Recurrent, (4, 6, 8), 2, 30, {"kinds": ["activation", "gradient", "input"], "layers": ["cell", "gru"]}),
+    "calls of several shapes": (Pyramid, (2, 1, 16, 16), 2, 10, {"kinds": ["activation", "gradient", "input"]}),
     "several captures": (
         convolutional,
         (4, 1, 28, 28),
