@@ -31,7 +31,7 @@ _GRADIENTS = ("gradient", "input_gradient", "parameter_gradient")
 _WHY_NO_GRADIENT = {
     "gradient": "none comes to what it returned",
     "input_gradient": "none comes to what it was called with",
-    "parameter_gradient": "none of its own parameters requires grad",
+    "parameter_gradient": "none comes to its own parameters",
 }
 
 
@@ -63,7 +63,8 @@ def plan(
     Afterwards the model has no hooks and its buffers their values, and the random number generators stand where they stood, also when the forward raises.
     It runs in the mode, and with or without gradients, as it is called here. What modules keep in attributes that are no buffers, and parameters that a
     forward edits, stay as the forward leaves them; hooks of the user's run. Models that are compiled run as they were written. Where a forward communicates,
-    as under FSDP, every rank has to plan. Gradients are taken to come to what leads to tensors that the model returned, dense, once in a batch.
+    as under FSDP, every rank has to plan. Gradients are taken to come to what leads to tensors that the model returned, dense, once in a batch; under reentrant
+    checkpointing, whose graph a backward makes, to all that can have one.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import hookstore
@@ -38,6 +39,20 @@ class Recurrent(nn.Module):
         for _ in range(20):
             hidden = torch.tanh(self.cell(hidden))
         return self.gru(inputs)[0].sum() + hidden.sum()
+
+
+class Repeating(nn.Module):
+    """Runs layers under reentrant checkpointing, and one whose result leads nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dead, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        self.dead(hidden)
+        return self.last(checkpoint(self.block, hidden, use_reentrant=True))
 
 
 class Pyramid(nn.Module):
@@ -274,6 +289,16 @@ def test_gradients_come_only_where_the_forward_has_a_graph():
         planned = plan(model, inputs, kinds="gradient", show=False)
     assert planned.num_captures == 0
     assert "layer '0' gave nothing for gradient" in str(planned)
+
+
+def test_gradients_come_where_a_backward_makes_the_graph_and_not_where_a_result_leads_nowhere(tmp_path):
+    model, inputs = Repeating(), torch.randn(4, 8)
+    planned = plan(model, inputs, batches=3, kinds=KINDS, show=False)
+    train(model, tmp_path / "run", inputs, 1, 3, kinds=KINDS)
+    assert numbers(planned) == contents(tmp_path / "run")[0]
+    kinds = {layer: {tensor.kind for tensor in planned.tensors if tensor.layer == layer} for layer in ("block.0", "dead")}
+    assert kinds == {"block.0": {*KINDS}, "dead": {"activation", "input", "parameter"}}
+    assert "parameter_gradient (none comes to its own parameters)" in str(planned)
 
 
 def test_the_gradient_of_a_view_that_is_edited_later_counts():
