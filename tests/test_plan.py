@@ -453,6 +453,14 @@ def test_what_a_callable_decided_is_estimated_by_its_share(tmp_path):
     assert "a callable decided" in str(planned)
 
 
+def test_a_share_is_of_the_epochs_that_the_last_recording_saw(tmp_path):
+    model = nn.Linear(4, 2)
+    chosen = {"batches": lambda batch: batch % 5 == 0}
+    forwards(model, tmp_path / "run", [(0, batch) for batch in range(10)], **chosen)
+    forwards(model, tmp_path / "run", [(8 + number // 10, number % 10) for number in range(20)], mode="a", **chosen)
+    assert [tensor.num_captures for tensor in project(tmp_path / "run", epochs=100).tensors] == [200]
+
+
 def test_layers_that_are_called_now_and_then_are_counted_by_their_share(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with hookstore.record(model, tmp_path / "run", buffer_bytes=1 << 20) as recorder:
