@@ -453,6 +453,20 @@ def test_what_a_callable_decided_is_estimated_by_its_share(tmp_path):
     assert "a callable decided" in str(planned)
 
 
+@pytest.mark.parametrize("num_eval", [4, 40])
+def test_the_length_of_a_run_is_not_that_of_its_loop_over_other_data(tmp_path, num_eval):
+    model = nn.Linear(4, 2)
+    with hookstore.record(model, tmp_path / "run", phases=["train", "eval"], every=8, buffer_bytes=1 << 20) as recorder:
+        for epoch in range(2):
+            for mode, num_batches in ((True, 12), (False, num_eval)):
+                model.train(mode)
+                for _ in recorder.batches(range(num_batches), epoch=epoch):
+                    model(torch.randn(2, 4))
+    planned = project(tmp_path / "run")
+    assert planned.num_batches == {"train": 12, "eval": num_eval}
+    assert numbers(planned) == contents(tmp_path / "run")[0]
+
+
 def test_a_share_is_of_the_epochs_that_the_last_recording_saw(tmp_path):
     model = nn.Linear(4, 2)
     chosen = {"batches": lambda batch: batch % 5 == 0}
