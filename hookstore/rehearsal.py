@@ -147,7 +147,8 @@ def rehearse(models: Mapping[str, nn.Module], calls: Mapping[str, Arguments], la
     for layer in layers:
         of_layer = due.layers[layer.name]
         for leaf, parameter in own_parameters(layer.module) if "parameter_gradient" in of_layer.takes else ():
-            is_reached = _Leaf(parameter) in reached or layer.name in found.repeated or (not reached and layer.name in found.called)
+            is_unknown = not reached and torch.is_grad_enabled() and layer.name in found.called  # what the model returned has no tensors
+            is_reached = is_unknown or _Leaf(parameter) in reached or layer.name in found.repeated
             if parameter.requires_grad and is_reached:
                 found.see(layer.name, of_layer, "parameter_gradient", leaf, parameter, 0)
     return found
