@@ -158,7 +158,7 @@ FLOW = (
         "codecs",
     ),
     *("schedule", "occasions", "planned", "footprint", "recorded", "capture", "agenda", "clock", "layout", "device", "staging"),
-    *("nested", "parts", "sink", "restored", "rehearsal", "watch", "shares", "recomputation", "live", "optimizers"),
+    *("nested", "parts", "sink", "recomputation", "restored", "rehearsal", "watch", "shares", "live", "optimizers"),
     *("operators", "models", "compiler", "compiled", "hooks", "containers", "standins", "edits", "gradients"),
     *("uncalled", "swaps", "fastpath", "around", "attach"),
     *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "annotations", "recorder", "planning"),
