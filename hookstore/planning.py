@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -31,7 +31,7 @@ _GRADIENTS = ("gradient", "input_gradient", "parameter_gradient")
 _WHY_NO_GRADIENT = {
     "gradient": "none comes to what it returned",
     "input_gradient": "none comes to what it was called with",
-    "parameter_gradient": "none of its own parameters requires grad",
+    "parameter_gradient": "none comes to its own parameters",
 }
 
 
@@ -63,7 +63,8 @@ def plan(
     Afterwards the model has no hooks and its buffers their values, and the random number generators stand where they stood, also when the forward raises.
     It runs in the mode, and with or without gradients, as it is called here. What modules keep in attributes that are no buffers, and parameters that a
     forward edits, stay as the forward leaves them; hooks of the user's run. Models that are compiled run as they were written. Where a forward communicates,
-    as under FSDP, every rank has to plan. Gradients are taken to come to what leads to tensors that the model returned, dense, once in a batch.
+    as under FSDP, every rank has to plan. Gradients are taken to come to what leads to tensors that the model returned, dense, once in a batch; under reentrant
+    checkpointing, whose graph a backward makes, to all that can have one.
 
     Parameters
     ----------
@@ -136,16 +137,25 @@ def _streams(agenda: Agenda, found: Rehearsal, training: Training) -> list[Strea
     catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=0)
     for phase in (phase for phase in training.num_batches if phase in agenda.phases):
         here = Coordinates(phase, 0, 0)
-        for sighting in found.sightings:
+        for sighting in _as_they_come(found.sightings):
             if phase == "eval" and sighting.kind in _GRADIENTS:
                 continue
             spec = None
             if 0 not in sighting.shape and _choices(agenda, sighting, phase):
                 draft = Draft(*sighting[:3], sighting.dtype, here, sighting.call, 0, 0, sighting.shape, 0, take=sighting.take)
                 spec = catalog.find(draft, epoch_batches=training.num_batches[phase]).spec
-            key = (phase, *sighting[:3], sighting.take.text, sighting.dtype, sighting.shape, None if spec is None else spec.path)
-            by_array.setdefault(key, (sighting, spec, phase, []))[3].append(sighting.call)
+            key = (phase, *sighting[:3], sighting.take.text, sighting.dtype, sighting.shape if spec is None else spec.path)
+            first, _, _, calls = by_array.setdefault(key, (sighting, spec, phase, []))
+            calls.append(sighting.call)
+            if spec is not None and first.shape != sighting.shape:
+                by_array[key] = (first._replace(shape=spec.chunk_shape), spec, phase, calls)
     return [_stream(agenda, *one) for one in by_array.values()]
+
+
+def _as_they_come(sightings: Sequence[Sighting]) -> Iterator[Sighting]:
+    """Yield what comes in a forward, then the gradients, of which those of the last call come first: arrays are laid out by what comes first."""
+    yield from (sighting for sighting in sightings if sighting.kind not in _GRADIENTS)
+    yield from (sighting for sighting in reversed(sightings) if sighting.kind in _GRADIENTS)
 
 
 def _stream(agenda: Agenda, sighting: Sighting, spec: ArraySpec | None, phase: str, calls: list[int]) -> Stream:

@@ -8,7 +8,7 @@ in the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -120,7 +120,7 @@ def project(
             key: tuple(run.manifest["shape"][one.row].as_py()) for key, one in held.items() if key.status == "summarized" or not key.array
         }
     extents = [stored.extents for stored in specs.values() if is_finished]  # until then they are published ahead
-    seen = _length_of(held, extents)
+    seen = _length_of(held, [stored.spec for stored in specs.values()], extents)
     training = Training(
         seen.num_epochs if epochs is None else whole("epochs", epochs, least=1, error=OptionError), _batches(batches, seen.num_batches)
     )
@@ -152,13 +152,22 @@ def _read_manifest(run: Run) -> tuple[int, bool, dict[_Key, _Held]]:
     return max(attempts), "mean" in run.manifest.column_names, by_attempt[max(attempts)]
 
 
-def _length_of(held: Mapping[_Key, _Held], extents: Sequence[tuple[int, ...]]) -> Training:
-    """Return how long the run was, as far as that shows."""
+def _length_of(held: Mapping[_Key, _Held], specs: Iterable[ArraySpec], extents: Sequence[tuple[int, ...]]) -> Training:
+    """Return how long the run was, as far as that shows.
+
+    Shards that are shorter than they need to be have the length of an epoch of their phase. Extents are those of a layer, whatever the phase: of the longest
+    loader that there was.
+    """
     num_batches: dict[str, int] = {}
     for key, one in held.items():
         num_batches[key.phase] = max(num_batches.get(key.phase, 0), *(batch + 1 for _, batch in one.places))
-    if "train" in num_batches:
-        num_batches["train"] = max([num_batches["train"], *(extent[1] for extent in extents)])
+    laid_out: dict[str, int] = {}
+    for spec in specs:
+        if spec.shard_shape[1] < shard_shape(spec.stride_bytes, calls=spec.calls)[1]:
+            laid_out[spec.phase] = max(laid_out.get(spec.phase, 0), spec.shard_shape[1])
+    if "train" not in laid_out:
+        laid_out["train"] = max((extent[1] for extent in extents), default=0)
+    num_batches = {phase: max(number, laid_out.get(phase, 0)) for phase, number in num_batches.items()}
     return Training(1 + max(epoch for one in held.values() for epoch, _ in one.places), num_batches)
 
 
@@ -204,6 +213,8 @@ class _Projector:
         self._specs = specs
         self._recorded = recorded
         self._seen = seen
+        # (a recording that goes on in a run begins later than with the first epoch)
+        self._before = replace(seen, num_epochs=min(epoch for one in held.values() for epoch, _ in one.places))
         self._training = training
         self._shapes = shapes
         self._places: dict[object, set[tuple[int, int]]] = {}
@@ -222,7 +233,8 @@ class _Projector:
         places = self._places[key.phase, asking, bool(of_tensors)]
         share = len(held.places) / len(places)
         if not all(self._recorded[number].is_exact for number in chosen):
-            share *= min(1.0, len(places) / max(1, count(schedules, key.phase, self._seen).num_due))
+            num_due = count(schedules, key.phase, self._seen).num_due - count(schedules, key.phase, self._before).num_due
+            share *= min(1.0, len(places) / max(1, num_due))
         spec = self._lay_out(key, schedules)
         return Stream(
             *key[:6],

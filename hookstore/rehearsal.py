@@ -16,6 +16,7 @@ from hookstore.agenda import Due, LayerDue, Take
 from hookstore.capture import TORCH_DTYPES
 from hookstore.nested import flatten, flatten_arguments
 from hookstore.parts import take_apart
+from hookstore.recomputation import is_without_graph
 from hookstore.restored import restored
 from hookstore.selection import Layer
 from hookstore.sink import why_not
@@ -68,12 +69,18 @@ class Rehearsal:
         How often each layer was called.
     nodes : list
         For each sighting the nodes of the graph by which a gradient would come to it: none of them for one that needs no gradient.
+    ends : dict
+        For calls of layers, the nodes by which a gradient would come to what they returned, where there is no other way for it.
+    repeated : set of str
+        Layers that ran without a graph where a backward will run them again, see `hookstore.recomputation`.
     """
 
     sightings: list[Sighting] = field(default_factory=list)
     obstacles: dict[tuple[str, str, str], str] = field(default_factory=dict)
     called: dict[str, int] = field(default_factory=dict)
     nodes: list[frozenset[Any]] = field(default_factory=list)
+    ends: dict[tuple[str, int], frozenset[Any]] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
 
     def see(self, layer: str, due: LayerDue, kind: str, leaf: str, tensor: torch.Tensor, call: int, num_characters: int = 0) -> None:
         """Note what would be captured of a tensor."""
@@ -91,10 +98,14 @@ class Rehearsal:
         both = [
             (sighting, nodes)
             for sighting, nodes in zip(self.sightings, self.nodes, strict=True)
-            if not nodes or not reached.isdisjoint(nodes)
+            if not nodes or (not reached.isdisjoint(nodes) and not self._ends_in_vain(sighting, reached))
         ]
         self.sightings = [sighting for sighting, _ in both]
-        self.nodes = []  # they hold the graph
+
+    def _ends_in_vain(self, sighting: Sighting, reached: set[Any]) -> bool:
+        """Say whether it is the gradient of an input, and none comes to what the call returned."""
+        ends = self.ends.get((sighting.layer, sighting.call)) if sighting.kind == "input_gradient" else None
+        return ends is not None and reached.isdisjoint(ends)
 
 
 class _Gap(Exception):  # noqa: N818  # what is raised and caught here
@@ -132,11 +143,13 @@ def rehearse(models: Mapping[str, nn.Module], calls: Mapping[str, Arguments], la
             handle.remove()
     if reached:
         found.leave_out_unreached(reached)
-    found.nodes.clear()
+    found.nodes, found.ends = [], {}  # they hold the graph
     for layer in layers:
         of_layer = due.layers[layer.name]
         for leaf, parameter in own_parameters(layer.module) if "parameter_gradient" in of_layer.takes else ():
-            if parameter.requires_grad and (layer.name in found.called or _Leaf(parameter) in reached):
+            is_unknown = not reached and torch.is_grad_enabled() and layer.name in found.called  # what the model returned has no tensors
+            is_reached = is_unknown or _Leaf(parameter) in reached or layer.name in found.repeated
+            if parameter.requires_grad and is_reached:
                 found.see(layer.name, of_layer, "parameter_gradient", leaf, parameter, 0)
     return found
 
@@ -162,14 +175,22 @@ class _Observer:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """See what the layer returns."""
+        call = self._under_way.pop()
         with torch._C.DisableTorchFunction():
-            self._see(flatten(output), self._under_way.pop(), "activation", "gradient")
+            tensors, plan = flatten(output)
+            self._see((tensors, plan), call, "activation", "gradient")
+            if "input_gradient" in self._due.takes and not plan.others and torch.is_grad_enabled():
+                self._found.ends[self._name, call] = frozenset().union(*map(_nodes_of, tensors))
 
     def _see(self, value: tuple[list[torch.Tensor], Any], call: int, kind: str, of_gradient: str) -> None:
         tensors, plan = value
+        is_repeated = not torch.is_grad_enabled() and is_without_graph()
+        if is_repeated:
+            self._found.repeated.add(self._name)
         for leaf, tensor in zip(plan.leaves, tensors, strict=True):
+            has_gradient = tensor.requires_grad if torch.is_grad_enabled() else is_repeated and _is_differentiable(tensor)
             for each in (kind, of_gradient):
-                if each in self._due.takes and (each in _OF_VALUES or (tensor.requires_grad and torch.is_grad_enabled())):
+                if each in self._due.takes and (each in _OF_VALUES or has_gradient):
                     self._found.see(self._name, self._due, each, leaf, tensor, call, len(plan.text))
 
 
@@ -200,6 +221,10 @@ def _stored(take: Take, leaf: str, tensor: torch.Tensor) -> Iterator[tuple[str, 
             raise _Gap(why)
         dtype = (take.stored if name in ("", "values") else TORCH_DTYPES)[part.dtype]
         yield f"{leaf}.{name}" if leaf and name else leaf or name, part, dtype
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _nodes_of(tensor: torch.Tensor) -> frozenset[Any]:

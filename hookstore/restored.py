@@ -33,7 +33,9 @@ def restored(models: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> It
     python_state, numpy_state = random.getstate(), np.random.get_state()  # whatever the forward uses
     buffers = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in modules]
     copies = [
-        (tensor, _copy(tensor)) for tensor in {id(one): one for _, own, _ in buffers for one in own.values()}.values() if tensor is not None
+        (tensor, tensor.detach(), _copy(tensor))
+        for tensor in {id(one): one for _, own, _ in buffers for one in own.values()}.values()
+        if tensor is not None
     ]
     try:
         with torch.random.fork_rng(devices=devices):
@@ -45,8 +47,8 @@ def restored(models: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> It
             module._buffers.clear()
             module._buffers.update(own)
             module._non_persistent_buffers_set = transient
-        for tensor, copy in copies:
-            _put_back(tensor, copy)
+        for tensor, alias, copy in copies:
+            _put_back(tensor, alias, copy)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,13 +56,32 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
 
-def _put_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
-    """Give a tensor its values again; one that has them is not touched."""
+def _put_back(tensor: torch.Tensor, alias: torch.Tensor, copy: torch.Tensor) -> None:
+    """Give a tensor its memory, shape and values again; one that has them is not touched. The alias still has the first two."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if tensor.shape != copy.shape:
-            tensor.detach().resize_(copy.shape)
-        if not _is_same(tensor.detach(), copy):
-            tensor.detach().copy_(copy)
+        if copy.layout == torch.sparse_coo:  # copying gives the alias parts of its own, which the tensor does not have
+            tensor.data = copy
+            return
+        if not _is_in_place(tensor, alias):
+            tensor.data = alias
+        if not _is_same(alias, copy):
+            _without_repeats(alias).copy_(_without_repeats(copy, alias))
+
+
+def _is_in_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Say whether a tensor still is the same part of the same memory, and seen in the same way."""
+    if tensor.dtype != alias.dtype or tensor.shape != alias.shape:
+        return False
+    is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta  # others cannot be asked
+    return not is_plain or tensor.is_set_to(alias)
+
+
+def _without_repeats(tensor: torch.Tensor, alike: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a tensor with each place of its memory, or of another's, once: copying into what was expanded is refused."""
+    alike = tensor if alike is None else alike
+    if alike.layout != torch.strided:
+        return tensor
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in alike.stride())]
 
 
 def _is_same(tensor: Any, copy: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from hookstore.portion import Select
 from hookstore.selection import LayerPattern
 from hookstore.structure import Branch, decode
 from hookstore.values import NotStored, PackedSequence, build
+from hookstore.wrappers import own_parameters
 
 _OF_BACKWARD = ("gradient", "input_gradient", "parameter_gradient")
 _OF_PARAMETERS = ("parameter", "parameter_gradient")
@@ -209,18 +210,22 @@ class Tap:
             return f"no tapped layer has been called since {last}, or the tap was made or cleared{_of_compiled()}"
         calls = LayerTap(self, layer).calls
         if layer not in here.calls:
-            cause = self._hooks.likely_causes([layer]).get(layer, "what was called is traced")
+            cause = self._kept.broken or self._hooks.likely_causes([layer]).get(layer, "what was called is traced")
             return f"the layer was not called in this forward: {cause}{_of_compiled()}"
         if call and calls and call not in calls:
             return f"there are calls {', '.join(map(str, calls))}"
+        if kind in _OF_PARAMETERS and not self._has_parameters(layer):
+            return "the layer has no parameters of its own"
         if kind == "parameter_gradient":
             return "no optimizer has taken a step with a gradient of it since the last forward"
         if kind in _OF_BACKWARD:
             return "no gradient has arrived: no backward has run yet, the forward ran without grad, or the loss does not depend on it"
-        if kind == "parameter":
-            return "the layer has no parameters of its own"
         broken = self._kept.broken
         return f"the call had no tensors there, or has not ended{f'; {broken}' if broken else ''}"
+
+    def _has_parameters(self, layer: str) -> bool:
+        """Say whether a layer that was called has parameters of its own."""
+        return any(True for one in self._clock.agenda.layers if one.name == layer for _ in own_parameters(one.module))
 
 
 class LayerTap:

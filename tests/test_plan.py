@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import hookstore
@@ -38,6 +39,31 @@ class Recurrent(nn.Module):
         for _ in range(20):
             hidden = torch.tanh(self.cell(hidden))
         return self.gru(inputs)[0].sum() + hidden.sum()
+
+
+class Repeating(nn.Module):
+    """Runs layers under reentrant checkpointing, and one whose result leads nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dead, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        self.dead(hidden)
+        return self.last(checkpoint(self.block, hidden, use_reentrant=True))
+
+
+class Pyramid(nn.Module):
+    """Calls its layers on maps of several sizes, some of which share an array."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, images):
+        return sum(self.head(images[..., :size, :size]).sum() for size in (4, 8, 12, 16, 16, 15))
 
 
 def small():
@@ -90,6 +116,7 @@ RECORDINGS = {
     "statistics alone": (small, (32, 8), 1, 400, {"stats": "only"}),
     "parts, cast": (convolutional, (4, 1, 28, 28), 2, 20, {"select": {"sample": 2}, "dtype": torch.float16}),
     "calls": (Recurrent, (4, 6, 8), 2, 30, {"kinds": ["activation", "gradient", "input"], "layers": ["cell", "gru"]}),
+    "calls of several shapes": (Pyramid, (2, 1, 16, 16), 2, 10, {"kinds": ["activation", "gradient", "input"]}),
     "several captures": (
         convolutional,
         (4, 1, 28, 28),
@@ -202,6 +229,35 @@ def test_a_plan_leaves_the_model_as_it_was_also_when_its_forward_raises():
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_buffers_get_back_their_memory_their_shape_and_what_is_in_views_of_them():
+    class Buffers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("resized", torch.ones(2))
+            self.register_buffer("replaced", torch.randn(4))
+            self.register_buffer("view", self.replaced[1:])
+            self.register_buffer("expanded", torch.tensor([float("nan")]).expand(3))
+            self.register_buffer("sparse", torch.eye(3).to_sparse())
+            self.register_buffer("last", torch.zeros(2))
+
+        def forward(self, inputs):
+            self.resized.resize_(5).fill_(3)
+            self.replaced.data = torch.zeros(7)
+            self.expanded._base.zero_()
+            self.sparse.mul_(2)
+            self.last += 1
+            return inputs
+
+    model = Buffers()
+    same, values = dict(model.named_buffers()), {name: buffer.clone() for name, buffer in model.named_buffers()}
+    plan(model, torch.ones(2), layers="", show=False)
+    for name, buffer in model.named_buffers():
+        assert buffer is same[name]
+        found, expected = (value.to_dense().nan_to_num(-1) for value in (buffer, values[name]))
+        assert torch.equal(found, expected), name
+    assert model.view.data_ptr() == model.replaced[1:].data_ptr()
+
+
 def test_a_compiled_model_is_planned_without_compiling_it():
     def refuse(*_):
         raise AssertionError("it was compiled")
@@ -230,9 +286,19 @@ def test_gradients_come_only_where_the_forward_has_a_graph():
     assert plan(model, inputs, kinds="input_gradient", layers=["0", "2"], show=False).num_captures == 1
     assert plan(model, inputs.requires_grad_(), kinds="input_gradient", layers=["0", "2"], show=False).num_captures == 2
     with torch.no_grad():
-        planned = plan(model, inputs, kinds="gradient", show=False)
+        planned = plan(model, inputs, kinds=["gradient", "parameter_gradient"], show=False)
     assert planned.num_captures == 0
     assert "layer '0' gave nothing for gradient" in str(planned)
+
+
+def test_gradients_come_where_a_backward_makes_the_graph_and_not_where_a_result_leads_nowhere(tmp_path):
+    model, inputs = Repeating(), torch.randn(4, 8)
+    planned = plan(model, inputs, batches=3, kinds=KINDS, show=False)
+    train(model, tmp_path / "run", inputs, 1, 3, kinds=KINDS)
+    assert numbers(planned) == contents(tmp_path / "run")[0]
+    kinds = {layer: {tensor.kind for tensor in planned.tensors if tensor.layer == layer} for layer in ("block.0", "dead")}
+    assert kinds == {"block.0": {*KINDS}, "dead": {"activation", "input", "parameter"}}
+    assert "parameter_gradient (none comes to its own parameters)" in str(planned)
 
 
 def test_the_gradient_of_a_view_that_is_edited_later_counts():
@@ -385,6 +451,28 @@ def test_what_a_callable_decided_is_estimated_by_its_share(tmp_path):
     planned = project(tmp_path / "run", epochs=2, batches=400)
     assert [tensor.num_captures for tensor in planned.tensors] == [200, 200]
     assert "a callable decided" in str(planned)
+
+
+@pytest.mark.parametrize("num_eval", [4, 40])
+def test_the_length_of_a_run_is_not_that_of_its_loop_over_other_data(tmp_path, num_eval):
+    model = nn.Linear(4, 2)
+    with hookstore.record(model, tmp_path / "run", phases=["train", "eval"], every=8, buffer_bytes=1 << 20) as recorder:
+        for epoch in range(2):
+            for mode, num_batches in ((True, 12), (False, num_eval)):
+                model.train(mode)
+                for _ in recorder.batches(range(num_batches), epoch=epoch):
+                    model(torch.randn(2, 4))
+    planned = project(tmp_path / "run")
+    assert planned.num_batches == {"train": 12, "eval": num_eval}
+    assert numbers(planned) == contents(tmp_path / "run")[0]
+
+
+def test_a_share_is_of_the_epochs_that_the_last_recording_saw(tmp_path):
+    model = nn.Linear(4, 2)
+    chosen = {"batches": lambda batch: batch % 5 == 0}
+    forwards(model, tmp_path / "run", [(0, batch) for batch in range(10)], **chosen)
+    forwards(model, tmp_path / "run", [(8 + number // 10, number % 10) for number in range(20)], mode="a", **chosen)
+    assert [tensor.num_captures for tensor in project(tmp_path / "run", epochs=100).tensors] == [200]
 
 
 def test_layers_that_are_called_now_and_then_are_counted_by_their_share(tmp_path):

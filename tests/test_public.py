@@ -182,7 +182,7 @@ FLOW = (
     ),
     *("schedule", "occasions", "planned", "footprint", "recorded", "triggers", "capture", "agenda", "judges"),
     *("clock", "ring", "layout", "device", "staging", "flight"),
-    *("nested", "parts", "sink", "restored", "rehearsal", "watch", "shares", "recomputation", "live", "optimizers"),
+    *("nested", "parts", "sink", "recomputation", "restored", "rehearsal", "watch", "shares", "live", "optimizers"),
     *("operators", "models", "compiler", "compiled", "hooks", "containers", "standins", "edits", "gradients"),
     *("uncalled", "swaps", "fastpath", "around", "attach"),
     *("lock", "metadata", "shards", "schema", "manifest", "arrays", "recovery", "writer", "signals", "annotations", "recorder", "planning"),

@@ -445,6 +445,7 @@ def test_what_is_not_there_says_why():
         assert "no gradient has arrived: no backward has run yet" in why("used", "gradient")
         assert "no optimizer has taken a step" in why("used", "parameter_gradient")
         assert "the layer has no parameters of its own" in why("odd", "parameter")
+        assert "the layer has no parameters of its own" in why("odd", "parameter_gradient")
         model(torch.ones(1, 2))
         assert "str without tensors" in why("odd", "activation") or "had no tensors there" in why("odd", "activation")
         with pytest.raises(hookstore.MissingCaptureError, match="no activation of layer 'left'"):
@@ -454,6 +455,7 @@ def test_what_is_not_there_says_why():
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.ones(1, 3))
         assert "has not ended; the forward of the model raised RuntimeError" in why("used", "activation")
+        assert "the layer was not called in this forward: the forward of the model raised RuntimeError" in why("left", "activation")
         assert repr(taps) == "<hookstore.Tap of activation, parameter, gradient, parameter_gradient of 3 layers>" or "3 layers" in repr(
             taps
         )
