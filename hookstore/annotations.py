@@ -6,7 +6,7 @@ Texts are stored as two arrays: all letters in UTF-8, and where each text begins
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,11 +57,13 @@ class Annotator:
     def __init__(self, sink: StagingSink) -> None:
         self._sink = sink
         self._latest: dict[str, _OfBatch] = {}  # by phase
+        self._unrecorded: dict[str, tuple[int, set[str]]] = {}  # by phase: batch of the automatic clock, and names
 
     def annotate(self, values: Mapping[str, object]) -> None:
         """Store values of the samples of this batch; see `Recorder.annotate`."""
         of_batch = self._of_batch()
         if of_batch is None:
+            self._check_unrecorded(values)
             return
         here = of_batch.here
         made: dict[str, _Value] = {}
@@ -70,11 +72,7 @@ class Annotator:
             if not name.isidentifier():
                 raise OptionError(f"{name!r}: expected names of annotations that are Python identifiers, such as sample_id", option=name)
             if name in of_batch.names:
-                raise OptionError(
-                    f"{name}: {here.phase} epoch {here.epoch}, batch {here.batch} has been given it already. Without recorder.batches() or recorder.at() a "
-                    "batch begins with the call of the model, so that it is to be annotated after that",
-                    option=name,
-                )
+                raise _given_already(name, f"{here.phase} epoch {here.epoch}, batch {here.batch}")
             made[name] = _made(name, value)
             num_samples = len(made[name]) if num_samples is None else num_samples
             if len(made[name]) != num_samples:
@@ -117,6 +115,19 @@ class Annotator:
             latest = self._latest[here.phase] = _OfBatch(here)
         return latest
 
+    def _check_unrecorded(self, names: Iterable[str]) -> None:
+        """See that the automatic clock goes on between annotations: who annotates before the call of the model is always one batch behind."""
+        where = self._sink.clock.automatic_batch if self._sink.is_active else None
+        if where is None:
+            return
+        phase, batch = where
+        before, given = self._unrecorded.get(phase, (batch, set()))
+        given = given if before == batch else set()
+        for name in names:
+            if name in given:
+                raise _given_already(name, f"{phase} batch {batch}")
+        self._unrecorded[phase] = batch, given.union(names)
+
     def _put(self, kind: str, name: str, value: _Value, call: Call) -> None:
         if isinstance(value, torch.Tensor):
             self._sink.put_as(WHOLE, "", kind, name, value, call)
@@ -124,6 +135,14 @@ class Annotator:
         call = call._replace(structure=self._sink.structure(encode_at("", name, ("texts", {}))))
         for part, tensor in zip(PARTS["texts"], value.parts, strict=True):
             self._sink.put_as(WHOLE, "", kind, f"{name}.{part}", tensor, call)
+
+
+def _given_already(name: str, batch: str) -> OptionError:
+    return OptionError(
+        f"{name}: {batch} has been given it already. Without recorder.batches() or recorder.at() a batch begins with the call of the model, so that it is to "
+        "be annotated after that",
+        option=name,
+    )
 
 
 def _made(name: str, value: object) -> _Value:

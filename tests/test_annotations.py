@@ -104,6 +104,23 @@ def test_every_kind_of_value_comes_back(tmp_path):
     assert hookstore.verify(tmp_path / "run").is_sound
 
 
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_who_annotates_before_the_call_of_the_model_is_told_where_nothing_is_recorded_too(tmp_path, phase):
+    model = nn.Sequential(Given()).train(phase == "train")
+    with recording(model, tmp_path / "run", layers="0", batches=[2], phases=phase) as recorder:
+        recorder.annotate(sample_id=[0, 1])
+        model(rows_of([0, 1]))
+        with pytest.raises(OptionError, match="annotated after"):
+            recorder.annotate(sample_id=[2, 3])  # is filed under the batch before
+        for ids in ([2, 3], [4, 5]):
+            model(rows_of(ids))
+            recorder.annotate(sample_id=ids)
+            with recorder.paused():
+                recorder.annotate(sample_id=ids)
+    with hookstore.open(tmp_path / "run") as run:
+        assert run.sample(4)["0"].activation[0, 2].tolist() == [4, 4, 4]
+
+
 def test_nothing_else_of_a_run_changes(tmp_path):
     found = []
     for is_annotated in (True, False):
