@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,8 +161,11 @@ def _made(name: str, value: object) -> _Value:
         raise OptionError(
             f"{name}: expected {_EXPECTED}, got a {type(value).__name__} of which no array can be made: {error}", option=name
         ) from error
-    if isinstance(value, list | tuple) and array.dtype.kind == "U":  # NumPy makes text of numbers that are among texts
-        array = np.asarray(value, dtype=object)
+    if isinstance(value, list | tuple):
+        if array.dtype.kind == "U":  # NumPy makes text of numbers that are among texts
+            array = np.asarray(value, dtype=object)
+        elif array.dtype.kind == "f":  # and rounds whole numbers that are among others
+            array = _not_rounded(name, value, array)
     if array.ndim and array.dtype.kind in "biufc":
         # (a copy: in the machine's own byte order, with positive strides, and writable, without which torch warns)
         try:
@@ -175,6 +179,20 @@ def _made(name: str, value: object) -> _Value:
             option=name,
         )
     return _texts(texts)
+
+
+def _not_rounded(name: str, value: list[object] | tuple[object, ...], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return numbers of which NumPy has made floats as they are: as uint64 where they are large whole numbers, such as hashes."""
+    numbers = np.asarray(value, dtype=object)
+    whole = [number for number in numbers.flat if isinstance(number, int | np.integer)]
+    if all(int(float(number)) == number for number in whole):
+        return array
+    if len(whole) == numbers.size and min(whole) >= 0 and max(whole) < 2**64:
+        return numbers.astype(np.uint64)
+    raise OptionError(
+        f"{name}: expected {_EXPECTED}, got whole numbers that no dtype holds together with the others; give an array of one dtype, or strings",
+        option=name,
+    )
 
 
 def _texts(texts: list[str]) -> _Texts:
