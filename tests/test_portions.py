@@ -384,3 +384,21 @@ def test_attempts_may_have_other_columns(tmp_path, is_wider_first):
         assert captures.portion("sample[:2]").row(0, 0)["attempt"] == (0 if is_wider_first else 1)
     assert hookstore.verify(path).is_sound
     assert hookstore.recover(path).problems == []
+
+
+def test_a_run_is_not_gone_on_with_under_other_names_of_axes(tmp_path):
+    path, data, model = tmp_path / "run", numbers(3, 3), nn.Sequential(Given(), Given())
+    record_all(path, [data], [Capture(layers="0"), Capture(layers="1", dims=("sample", "token"))]).close()
+    before = (path / "run.json").read_text()
+    for layer, dims in (("0", ("token", "sample")), ("1", ("sample", "feature"))):
+        with pytest.raises(
+            OptionError, match=f"activation of layer '{layer}' with .*, and would go on with dims={list(dims)!r}".replace("[", r"\[")
+        ):
+            hookstore.record(model, path, captures=[Capture(layers=layer, dims=dims)], mode="a")
+    assert (path / "run.json").read_text() == before
+    with recording(model, path, captures=[Capture(layers="0", dims=("sample", "token")), Capture(layers="1")], mode="a") as recorder:
+        for _ in recorder.batches([0], epoch=1):  # these mean the same
+            recorder.annotate(sample_id=[0, 1, 2])
+            model(data)
+    with hookstore.open(path) as run:
+        assert all(run.sample(1)[layer].activation[1, 0].tolist() == [3, 4, 5] for layer in "01")
