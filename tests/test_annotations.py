@@ -144,6 +144,26 @@ def test_samples_are_found_by_numbers_of_which_some_are_nan(tmp_path):
     assert [(where.batch, where.index) for where in run.sample(float("nan")).where] == [(0, 1), (1, 0)]
 
 
+def test_one_annotation_may_be_texts_in_some_batches_and_numbers_in_others(tmp_path):
+    batches = [["a", "b"], [3, 4], [5.5], [], [torch.tensor(7)]]
+    model = nn.Sequential(Given())
+    with recording(model, tmp_path / "run", layers="0") as recorder:
+        for ids in recorder.batches(batches, epoch=0):
+            recorder.annotate(sample_id=ids)
+            model(torch.ones(len(ids), 2))
+    run = hookstore.open(tmp_path / "run")
+    ids = run.annotations["sample_id"]
+    assert [ids[0, batch].tolist() for batch in range(5)] == [["a", "b"], [3, 4], [5.5], [], [7]]
+    assert len(ids) == 5
+    for value in (7, np.int64(7), torch.tensor(7)):
+        assert [where.batch for where in run.sample(value).where] == [4]
+    for value in ([3], torch.tensor([3]), {}):
+        with pytest.raises(MissingCaptureError, match="there are, for example"):
+            run.sample(value)
+    with pytest.raises(MissingCaptureError, match="the run has no loss"):
+        run.loss[0, 0]
+
+
 def test_nothing_else_of_a_run_changes(tmp_path):
     found = []
     for is_annotated in (True, False):
