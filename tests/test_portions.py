@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from torch import nn
 import hookstore
 from hookstore import Capture, MissingCaptureError, OptionError
 from hookstore.arrays import ArrayStore
+from hookstore.dimensions import dimensions_of
 from hookstore.format import ArraySpec
 from hookstore.metadata import read_array
 
@@ -295,6 +297,19 @@ def test_what_is_in_the_way_of_a_coordinate_is_left_alone(layers):
     names = publish(layers, spec("activation", (2, 3), portion="sample[:2]", name="activation.@sample=~2"))
     assert names["activation.@sample=~2"][0] == "activation_sample@~2.@sample=~2"
     assert (layers / "fc" / "sample@~2" / "mine").read_text() == "mine"
+
+
+def test_positions_that_no_tensor_has_take_no_memory():
+    tracemalloc.start()
+    try:
+        (far,) = dimensions_of(spec("activation", (1 << 15,), portion=f"sample[{'9' * 3000}:]"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert far.positions is None
+    assert peak < 8 << 20
+    (near,) = dimensions_of(spec("activation", (2,), portion=f"sample[{2**63 - 4}::3]"))
+    assert np.frombuffer(near.positions, dtype="<i8").tolist() == [2**63 - 4, 2**63 - 1]
 
 
 def test_verify_tells_of_a_coordinate_that_is_wrong_or_gone(tmp_path):
