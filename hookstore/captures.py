@@ -432,7 +432,10 @@ class Captures:
             summarized = index.only_stored(positions)
             row = index.place(int((summarized if summarized.size else positions)[-1]))
             parts = [text for text in self.portions if text] if self._portion is None else []
-            hint = f"; .stats({', '.join(map(str, where.values()))}) reads them" + (f", and .portion({parts[0]!r}) a part" if parts else "")
+            named = f", phase={phase!r}" if phase != self._phase(None) else ""
+            hint = f"; .stats({', '.join(map(str, where.values()))}{named}) reads them" + (
+                f", and .portion({parts[0]!r}) a part" if parts else ""
+            )
             raise MissingCaptureError(
                 f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}{hint if summarized.size else ''}",
                 layer=self.layer,
