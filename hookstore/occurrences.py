@@ -137,7 +137,7 @@ class SampleIndex:
         """Return where a sample occurs, each with its batch, in order of phase, epoch, batch and index."""
         if self._sorted is None:
             try:
-                positions = self._by_value.get(value, [])
+                positions = self._by_value.get(value.item() if getattr(value, "shape", None) == () else value, [])
             except TypeError:  # what cannot be hashed is no sample's
                 positions = []
         else:

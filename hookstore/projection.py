@@ -204,8 +204,6 @@ class _Projector:
         self._specs = specs
         self._recorded = recorded
         self._seen = seen
-        # (a recording that goes on in a run begins later than with the first epoch)
-        self._before = replace(seen, num_epochs=min(epoch for one in held.values() for epoch, _ in one.places))
         self._training = training
         self._shapes = shapes
         self._places: dict[object, set[tuple[int, int]]] = {}
@@ -224,8 +222,7 @@ class _Projector:
         places = self._places[key.phase, asking, bool(of_tensors)]
         share = len(held.places) / len(places)
         if not all(self._recorded[number].is_exact for number in chosen):
-            num_due = count(schedules, key.phase, self._seen).num_due - count(schedules, key.phase, self._before).num_due
-            share *= min(1.0, len(places) / max(1, num_due))
+            share *= min(1.0, len(places) / max(1, count(schedules, key.phase, self._seen).num_due))
         spec = self._lay_out(key, schedules)
         return Stream(
             *key[:6],

@@ -416,7 +416,8 @@ class Recorder:
         """Store values of the samples of this batch, once; `Run.sample` joins them with what was captured of the layers.
 
         They are filed where the clock stands, in the phase that the model is in: with `batches` or `at` before or after the forward. Without these a batch
-        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded.
+        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded. They are taken to
+        hold for every call in the batch that returns as many rows: other samples (what a generator makes, say) belong in a batch of their own.
 
         Parameters
         ----------
