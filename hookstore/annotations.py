@@ -6,8 +6,9 @@ Texts are stored as two arrays: all letters in UTF-8, and where each text begins
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,11 +58,13 @@ class Annotator:
     def __init__(self, sink: StagingSink) -> None:
         self._sink = sink
         self._latest: dict[str, _OfBatch] = {}  # by phase
+        self._unrecorded: dict[str, tuple[int, set[str]]] = {}  # by phase: batch of the automatic clock, and names
 
     def annotate(self, values: Mapping[str, object]) -> None:
         """Store values of the samples of this batch; see `Recorder.annotate`."""
         of_batch = self._of_batch()
         if of_batch is None:
+            self._check_unrecorded(values)
             return
         here = of_batch.here
         made: dict[str, _Value] = {}
@@ -70,11 +73,7 @@ class Annotator:
             if not name.isidentifier():
                 raise OptionError(f"{name!r}: expected names of annotations that are Python identifiers, such as sample_id", option=name)
             if name in of_batch.names:
-                raise OptionError(
-                    f"{name}: {here.phase} epoch {here.epoch}, batch {here.batch} has been given it already. Without recorder.batches() or recorder.at() a "
-                    "batch begins with the call of the model, so that it is to be annotated after that",
-                    option=name,
-                )
+                raise _given_already(name, f"{here.phase} epoch {here.epoch}, batch {here.batch}")
             made[name] = _made(name, value)
             num_samples = len(made[name]) if num_samples is None else num_samples
             if len(made[name]) != num_samples:
@@ -117,6 +116,19 @@ class Annotator:
             latest = self._latest[here.phase] = _OfBatch(here)
         return latest
 
+    def _check_unrecorded(self, names: Iterable[str]) -> None:
+        """See that the automatic clock goes on between annotations: who annotates before the call of the model is always one batch behind."""
+        where = self._sink.clock.automatic_batch if self._sink.is_active else None
+        if where is None:
+            return
+        phase, batch = where
+        before, given = self._unrecorded.get(phase, (batch, set()))
+        given = given if before == batch else set()
+        for name in names:
+            if name in given:
+                raise _given_already(name, f"{phase} batch {batch}")
+        self._unrecorded[phase] = batch, given.union(names)
+
     def _put(self, kind: str, name: str, value: _Value, call: Call) -> None:
         if isinstance(value, torch.Tensor):
             self._sink.put_as(WHOLE, "", kind, name, value, call)
@@ -124,6 +136,14 @@ class Annotator:
         call = call._replace(structure=self._sink.structure(encode_at("", name, ("texts", {}))))
         for part, tensor in zip(PARTS["texts"], value.parts, strict=True):
             self._sink.put_as(WHOLE, "", kind, f"{name}.{part}", tensor, call)
+
+
+def _given_already(name: str, batch: str) -> OptionError:
+    return OptionError(
+        f"{name}: {batch} has been given it already. Without recorder.batches() or recorder.at() a batch begins with the call of the model, so that it is to "
+        "be annotated after that",
+        option=name,
+    )
 
 
 def _made(name: str, value: object) -> _Value:
@@ -141,8 +161,11 @@ def _made(name: str, value: object) -> _Value:
         raise OptionError(
             f"{name}: expected {_EXPECTED}, got a {type(value).__name__} of which no array can be made: {error}", option=name
         ) from error
-    if isinstance(value, list | tuple) and array.dtype.kind == "U":  # NumPy makes text of numbers that are among texts
-        array = np.asarray(value, dtype=object)
+    if isinstance(value, list | tuple):
+        if array.dtype.kind == "U":  # NumPy makes text of numbers that are among texts
+            array = np.asarray(value, dtype=object)
+        elif array.dtype.kind == "f":  # and rounds whole numbers that are among others
+            array = _not_rounded(name, value, array)
     if array.ndim and array.dtype.kind in "biufc":
         # (a copy: in the machine's own byte order, with positive strides, and writable, without which torch warns)
         try:
@@ -156,6 +179,20 @@ def _made(name: str, value: object) -> _Value:
             option=name,
         )
     return _texts(texts)
+
+
+def _not_rounded(name: str, value: list[object] | tuple[object, ...], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return numbers of which NumPy has made floats as they are: as uint64 where they are large whole numbers, such as hashes."""
+    numbers = np.asarray(value, dtype=object)
+    whole = [number for number in numbers.flat if isinstance(number, int | np.integer)]
+    if all(int(float(number)) == number for number in whole):
+        return array
+    if len(whole) == numbers.size and min(whole) >= 0 and max(whole) < 2**64:
+        return numbers.astype(np.uint64)
+    raise OptionError(
+        f"{name}: expected {_EXPECTED}, got whole numbers that no dtype holds together with the others; give an array of one dtype, or strings",
+        option=name,
+    )
 
 
 def _texts(texts: list[str]) -> _Texts:

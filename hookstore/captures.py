@@ -432,7 +432,10 @@ class Captures:
             summarized = index.only_stored(positions)
             row = index.place(int((summarized if summarized.size else positions)[-1]))
             parts = [text for text in self.portions if text] if self._portion is None else []
-            hint = f"; .stats({', '.join(map(str, where.values()))}) reads them" + (f", and .portion({parts[0]!r}) a part" if parts else "")
+            named = f", phase={phase!r}" if phase != self._phase(None) else ""
+            hint = f"; .stats({', '.join(map(str, where.values()))}{named}) reads them" + (
+                f", and .portion({parts[0]!r}) a part" if parts else ""
+            )
             raise MissingCaptureError(
                 f"{self._describe(**where, phase=phase)} was {row['status']}: {row['reason']}{hint if summarized.size else ''}",
                 layer=self.layer,
@@ -607,6 +610,8 @@ class Captures:
         if not captured.num_rows:
             if self._portion is not None and self.portions:
                 return f"there is {' and '.join(repr(text) if text else 'the whole tensor' for text in self.portions)}"
+            if self.kind in OF_BATCH:
+                return f"the run has no {self.kind}"
             kinds = self.run[self.layer].kinds if self.layer in self.run else []
             if kinds:
                 return f"this layer has {', '.join(kinds)}"
@@ -630,7 +635,7 @@ class Captures:
             return int(positions.size)
         leaves = self._shown(index.leaves(positions))
         if self.kind == "annotation":  # texts are stored in two parts
-            leaves = list({leaf.partition(".")[0]: leaf for leaf in leaves}.values())
+            leaves = [leaf for leaf in leaves if not leaf.endswith(".utf8")]
         return sum(index.only_leaf(positions, leaf).size for leaf in leaves)
 
     def __repr__(self) -> str:

@@ -112,6 +112,14 @@ class Clock:
         """Batches of which a layer has been called, and that stand where the clock does, or where a loop was left early."""
         return list(dict.fromkeys([*self._abandoned, *_called(self._actual)]))
 
+    @property
+    def automatic_batch(self) -> tuple[str, int] | None:
+        """Phase and number of the batch under way, recorded or not, while the clock is automatic; ``None`` where a position is set, or in a pause."""
+        if self._position.where is not None:
+            return None
+        phase = self._phase()
+        return phase, max(0, self._counted[phase])
+
     def here(self) -> Coordinates | None:
         """Return where a forward that begins now is filed, or ``None`` if it is not recorded."""
         phase = self._phase()

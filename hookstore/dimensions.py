@@ -8,6 +8,7 @@ that name beside the captures': a coordinate. Everything here is pure.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,12 +82,14 @@ def _positions(pick: Pick, size: int) -> bytes | None:
     """Return the positions that are kept, where they do not depend on how many there were."""
     if size > _MOST_POSITIONS:
         return None
+    kept: Sequence[int]
     if isinstance(pick.kept, tuple):
         kept = pick.kept if len(pick.kept) == size else ()
     else:
         start, step = pick.kept.start or 0, pick.kept.step or 1
-        kept = tuple(range(start, start + step * size, step)) if start >= 0 else ()
-    if not kept or max(map(abs, kept)) >= 2**63:
+        kept = range(start, start + step * size, step) if start >= 0 else ()
+    ends = (*kept[:1], *kept[-1:]) if isinstance(kept, range) else kept  # a damaged run may have a million numbers of thousands of digits
+    if not ends or max(map(abs, ends)) >= 2**63:
         return None
     return np.array(kept, dtype="<i8").tobytes()
 

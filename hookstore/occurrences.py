@@ -122,7 +122,7 @@ class SampleIndex:
                     except (MissingCaptureError, CorruptRunError) as error:
                         _warn_of(phase, where, str(error))
                         continue
-                    if any(not np.array_equal(one, read[-1]) for one in read):
+                    if not all(_is_same(one, read[-1]) for one in read[:-1]):
                         _warn_of(phase, where, f"it was annotated {len(read)} times, with other samples")
                         continue
                     if read[-1].ndim != 1:
@@ -137,7 +137,7 @@ class SampleIndex:
         """Return where a sample occurs, each with its batch, in order of phase, epoch, batch and index."""
         if self._sorted is None:
             try:
-                positions = self._by_value.get(value, [])
+                positions = self._by_value.get(value.item() if getattr(value, "shape", None) == () else value, [])
             except TypeError:  # what cannot be hashed is no sample's
                 positions = []
         else:
@@ -177,6 +177,11 @@ def _values(run: Run, index: RowIndex, positions: list[int], by: str) -> list[Ar
         ]
     except ValueError as error:
         raise CorruptRunError(f"its texts make no sense ({error})", path=run.path) from error
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    """Say whether an annotation has been given twice with the same values; NaN is the same as itself."""
+    return np.array_equal(one, other) or (one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
 
 
 def _warn_of(phase: str, where: dict[str, int], why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -46,6 +47,7 @@ from hookstore.format import (
     PAGE_BYTES,
     RUN_FILE,
     WRITING_SUFFIX,
+    ArraySpec,
     align,
     escape,
 )
@@ -53,7 +55,7 @@ from hookstore.layout import Array, ArrayCatalog
 from hookstore.lock import RunLock, holder
 from hookstore.metadata import read_description
 from hookstore.models import check_recordable
-from hookstore.portion import Select
+from hookstore.portion import SAMPLE, Select
 from hookstore.recovery import Leftover, RecoveryReport, close_lock, open_lock, take_up
 from hookstore.schedule import Budget, When
 from hookstore.schema import schema_with
@@ -450,7 +452,8 @@ class Recorder:
         """Store values of the samples of this batch, once; `Run.sample` joins them with what was captured of the layers.
 
         They are filed where the clock stands, in the phase that the model is in: with `batches` or `at` before or after the forward. Without these a batch
-        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded.
+        begins with the call of the model, and is annotated after it. Nothing is stored in a batch of which nothing else is recorded. They are taken to
+        hold for every call in the batch that returns as many rows: other samples (what a generator makes, say) belong in a batch of their own.
 
         Parameters
         ----------
@@ -834,6 +837,7 @@ def _resume_run(
         leftover = take_up(run_path, report, thorough=False)
         for problem in report.problems:
             warnings.warn(f"taking up {run_path}: {problem}", CaptureWarning, stacklevel=4)
+        _check_dims(description["captures"], [array.spec for array in leftover.arrays])
         known = {layer["name"] for layer in contents["layers"]}
         contents["layers"] += [_describe_layer(layer) for layer in layers if layer.name not in known]
         _tell_apart(contents["layers"])
@@ -847,6 +851,22 @@ def _resume_run(
         close_lock(run_path, lock)
         raise
     return lock, leftover
+
+
+def _check_dims(captures: Iterable[Mapping[str, Any]], stored: Iterable[ArraySpec]) -> None:
+    """Refuse other names of axes than those of arrays that are gone on with: readers would take one axis for another."""
+    given: dict[tuple[str, str], tuple[str, ...]] = {}
+    for capture in captures:
+        for key in itertools.product(capture["layers"], capture["kinds"]):
+            given[key] = given.get(key) or tuple(capture["dims"] or ())
+    for spec in stored:
+        dims = given.get((spec.layer, spec.kind))
+        if dims is not None and any(one != other for one, other in zip(spec.dims or (SAMPLE,), dims or (SAMPLE,), strict=False)):
+            before, now = (f"dims={list(names)}" if names else f"{SAMPLE!r} as the first axis" for names in (spec.dims, dims))
+            raise OptionError(
+                f"dims: the run has {spec.kind} of layer {spec.layer!r} with {before}, and would go on with {now}; give the same, or record into another run",
+                option="dims",
+            )
 
 
 def _tell_apart(layers: list[dict[str, Any]]) -> None:

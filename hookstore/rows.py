@@ -41,7 +41,8 @@ class RowIndex:
         # Of rows with equal coordinates the one captured last comes last: regions of different arrays reach the disk in another order.
         times = np.from_dlpack(self.coded["wall_time"].combine_chunks().view(pa.int64()))
         self._order = np.lexsort([times, *(self._columns[name] for name in reversed(_COORDINATES))])
-        self._sorted = {name: self._columns[name][self._order] for name in _PLACE_IN_TRAINING}
+        # (all of one width: NumPy would convert a whole column each time that a number of another is looked for in it)
+        self._sorted = {name: self._columns[name][self._order].astype(np.int64) for name in _PLACE_IN_TRAINING}
 
     def _column(self, name: str) -> np.ndarray[Any, Any]:
         """Return a column as numbers; those of text count into the texts kept aside."""

@@ -357,12 +357,11 @@ class Run:
 
     def _why_left_out(self, phase: str, epoch: int, batch: int) -> tuple[str | None, str]:
         """Return status and reason where a whole batch was left out or cut short, or recording had stopped before it; else ``None`` and ""."""
-        here = [row for row in self._batch_rows if (row["epoch"], row["batch"]) == (epoch, batch)]
-        here.sort(key=lambda row: row["phase"] != phase)
+        here = sorted(self._left_out.get((epoch, batch), ()), key=lambda row: row["phase"] != phase)
         if here:
             return here[0]["status"], here[0]["reason"]
-        for row in self._batch_rows:
-            if row["status"] == "stopped" and row["attempt"] == self.attempts[-1] and (row["epoch"], row["batch"]) < (epoch, batch):
+        for row in self._stops:
+            if row["attempt"] == self.attempts[-1] and (row["epoch"], row["batch"]) < (epoch, batch):
                 return "stopped", f"recording had stopped in epoch {row['epoch']}, batch {row['batch']}, since {row['reason']}"
         return None, ""
 
@@ -372,20 +371,37 @@ class Run:
         rows = self._rows_with(kind="").select(["phase", "epoch", "batch", "attempt", "status", "reason"]).to_pylist()
         return [row for row in rows if row["status"] != "fired"]
 
+    @cached_property
+    def _left_out(self) -> dict[tuple[int, int], list[dict[str, Any]]]:
+        """These rows by epoch and batch, of which there may be as many as there are captures."""
+        found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for row in self._batch_rows:
+            found.setdefault((row["epoch"], row["batch"]), []).append(row)
+        return found
+
+    @cached_property
+    def _stops(self) -> list[dict[str, Any]]:
+        return [row for row in self._batch_rows if row["status"] == "stopped"]
+
     @property
     def partial_batches(self) -> list[PartialBatch]:
         """Batches of which captures may be missing, since an exception, a signal, a kill or the end of the process cut them short.
 
         Those are left out that a later attempt has recorded again.
         """
-        partial = []
-        for row in self._batch_rows:
-            if row["status"] in ("partial", "stopped"):
-                where = [pc.equal(self._captured[name], row[name]) for name in ("phase", "epoch", "batch")]
-                again = pc.and_(pc.and_(where[0], where[1]), pc.and_(where[2], pc.greater(self._captured["attempt"], row["attempt"])))
-                if not pc.any(again).as_py():
-                    partial.append(PartialBatch(row["phase"], row["epoch"], row["batch"], row["attempt"], row["reason"]))
-        return partial
+        rows = [row for row in self._batch_rows if row["status"] in ("partial", "stopped")]
+        later = self._captured.filter(pc.greater(self._captured["attempt"], min((row["attempt"] for row in rows), default=0)))
+        again: dict[tuple[Any, ...], int] = {}
+        if later.num_rows:
+            latest = (
+                later.select(["phase", "epoch", "batch", "attempt"]).group_by(["phase", "epoch", "batch"]).aggregate([("attempt", "max")])
+            )
+            again = {tuple(row[name] for name in ("phase", "epoch", "batch")): row["attempt_max"] for row in latest.to_pylist()}
+        return [
+            PartialBatch(row["phase"], row["epoch"], row["batch"], row["attempt"], row["reason"])
+            for row in rows
+            if again.get((row["phase"], row["epoch"], row["batch"]), -1) <= row["attempt"]
+        ]
 
     @property
     def fired(self) -> list[Fired]:
@@ -413,7 +429,7 @@ class Run:
         self.description = read_description(self.path)
         self._indexes.clear()
         self._sample_indexes.clear()
-        for name in ("_manifest", "_captured", "_batch_rows", "_annotations"):
+        for name in ("_manifest", "_captured", "_batch_rows", "_left_out", "_stops", "_annotations"):
             self.__dict__.pop(name, None)
         return int(self._rows.num_rows - before)
 

@@ -104,6 +104,66 @@ def test_every_kind_of_value_comes_back(tmp_path):
     assert hookstore.verify(tmp_path / "run").is_sound
 
 
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_who_annotates_before_the_call_of_the_model_is_told_where_nothing_is_recorded_too(tmp_path, phase):
+    model = nn.Sequential(Given()).train(phase == "train")
+    with recording(model, tmp_path / "run", layers="0", batches=[2], phases=phase) as recorder:
+        recorder.annotate(sample_id=[0, 1])
+        model(rows_of([0, 1]))
+        with pytest.raises(OptionError, match="annotated after"):
+            recorder.annotate(sample_id=[2, 3])  # is filed under the batch before
+        for ids in ([2, 3], [4, 5]):
+            model(rows_of(ids))
+            recorder.annotate(sample_id=ids)
+            with recorder.paused():
+                recorder.annotate(sample_id=ids)
+    with hookstore.open(tmp_path / "run") as run:
+        assert run.sample(4)["0"].activation[0, 2].tolist() == [4, 4, 4]
+
+
+def test_large_whole_numbers_in_a_list_are_not_rounded(tmp_path):
+    hashes = [2**64 - 1, 2**63 + 1, 2**53 + 1, 0]  # NumPy alone makes float64 of them
+    run = record_batches(tmp_path / "run", [[hashes, [1, 2, 3]]])
+    assert run.annotations["sample_id"][0, 0].tolist() == hashes
+    assert [where.index for where in run.sample(2**63 + 1).where] == [1]
+    with pytest.raises(MissingCaptureError, match=str(2**63)):
+        run.sample(2**63)
+    assert len(run.sample(2).where) == 1
+    model = nn.Sequential(Given())
+    with recording(model, tmp_path / "other", layers="0") as recorder, recorder.at(epoch=0, batch=0):
+        model(torch.ones(2))
+        recorder.annotate(given=[2**53, 0.5])
+        for values in ([2**53 + 1, 0.5], [-1, 2**63 + 1], [[2**64 - 1], [-1]]):
+            with pytest.raises(OptionError, match="refused: expected .* no dtype holds"):
+                recorder.annotate(refused=values)
+
+
+def test_samples_are_found_by_numbers_of_which_some_are_nan(tmp_path):
+    run = record_batches(tmp_path / "run", [[[0.5, float("nan")], [float("nan"), 2.5]]])
+    assert [(where.batch, where.index) for where in run.sample(2.5).where] == [(1, 1)]
+    assert [(where.batch, where.index) for where in run.sample(float("nan")).where] == [(0, 1), (1, 0)]
+
+
+def test_one_annotation_may_be_texts_in_some_batches_and_numbers_in_others(tmp_path):
+    batches = [["a", "b"], [3, 4], [5.5], [], [torch.tensor(7)]]
+    model = nn.Sequential(Given())
+    with recording(model, tmp_path / "run", layers="0") as recorder:
+        for ids in recorder.batches(batches, epoch=0):
+            recorder.annotate(sample_id=ids)
+            model(torch.ones(len(ids), 2))
+    run = hookstore.open(tmp_path / "run")
+    ids = run.annotations["sample_id"]
+    assert [ids[0, batch].tolist() for batch in range(5)] == [["a", "b"], [3, 4], [5.5], [], [7]]
+    assert len(ids) == 5
+    for value in (7, np.int64(7), torch.tensor(7)):
+        assert [where.batch for where in run.sample(value).where] == [4]
+    for value in ([3], torch.tensor([3]), {}):
+        with pytest.raises(MissingCaptureError, match="there are, for example"):
+            run.sample(value)
+    with pytest.raises(MissingCaptureError, match="the run has no loss"):
+        run.loss[0, 0]
+
+
 def test_nothing_else_of_a_run_changes(tmp_path):
     found = []
     for is_annotated in (True, False):

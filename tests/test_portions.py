@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from torch import nn
 import hookstore
 from hookstore import Capture, MissingCaptureError, OptionError
 from hookstore.arrays import ArrayStore
+from hookstore.dimensions import dimensions_of
 from hookstore.format import ArraySpec
 from hookstore.metadata import read_array
 
@@ -297,6 +299,19 @@ def test_what_is_in_the_way_of_a_coordinate_is_left_alone(layers):
     assert (layers / "fc" / "sample@~2" / "mine").read_text() == "mine"
 
 
+def test_positions_that_no_tensor_has_take_no_memory():
+    tracemalloc.start()
+    try:
+        (far,) = dimensions_of(spec("activation", (1 << 15,), portion=f"sample[{'9' * 3000}:]"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert far.positions is None
+    assert peak < 8 << 20
+    (near,) = dimensions_of(spec("activation", (2,), portion=f"sample[{2**63 - 4}::3]"))
+    assert np.frombuffer(near.positions, dtype="<i8").tolist() == [2**63 - 4, 2**63 - 1]
+
+
 def test_verify_tells_of_a_coordinate_that_is_wrong_or_gone(tmp_path):
     run = record_all(tmp_path / "run", [numbers(4, 3)], [Capture(layers="1", select={"sample": 2})])
     run.close()
@@ -384,3 +399,21 @@ def test_attempts_may_have_other_columns(tmp_path, is_wider_first):
         assert captures.portion("sample[:2]").row(0, 0)["attempt"] == (0 if is_wider_first else 1)
     assert hookstore.verify(path).is_sound
     assert hookstore.recover(path).problems == []
+
+
+def test_a_run_is_not_gone_on_with_under_other_names_of_axes(tmp_path):
+    path, data, model = tmp_path / "run", numbers(3, 3), nn.Sequential(Given(), Given())
+    record_all(path, [data], [Capture(layers="0"), Capture(layers="1", dims=("sample", "token"))]).close()
+    before = (path / "run.json").read_text()
+    for layer, dims in (("0", ("token", "sample")), ("1", ("sample", "feature"))):
+        with pytest.raises(
+            OptionError, match=f"activation of layer '{layer}' with .*, and would go on with dims={list(dims)!r}".replace("[", r"\[")
+        ):
+            hookstore.record(model, path, captures=[Capture(layers=layer, dims=dims)], mode="a")
+    assert (path / "run.json").read_text() == before
+    with recording(model, path, captures=[Capture(layers="0", dims=("sample", "token")), Capture(layers="1")], mode="a") as recorder:
+        for _ in recorder.batches([0], epoch=1):  # these mean the same
+            recorder.annotate(sample_id=[0, 1, 2])
+            model(data)
+    with hookstore.open(path) as run:
+        assert all(run.sample(1)[layer].activation[1, 0].tolist() == [3, 4, 5] for layer in "01")

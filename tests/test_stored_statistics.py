@@ -48,6 +48,21 @@ def record_both(path, num_batches=3):
     return hookstore.open(path / "True"), hookstore.open(path / "False")
 
 
+def test_the_hint_at_statistics_names_the_phase_that_was_asked_for(tmp_path):
+    model = small_model()
+    with recording(model, tmp_path / "run", layers="0", phases=["train", "eval"], stats="only") as recorder:
+        for is_training in (True, False):
+            model.train(is_training)
+            for data in recorder.batches([torch.full((2, 6), float(is_training))], epoch=0):
+                model(data)
+    with hookstore.open(tmp_path / "run") as run:
+        captures = run["0"].activation
+        for phase, hint in (("train", r"\.stats\(0, 0, 0\) reads"), ("eval", r"\.stats\(0, 0, 0, phase='eval'\) reads")):
+            with pytest.raises(MissingCaptureError, match=hint):
+                captures.get(0, 0, phase=phase)
+        assert captures.stats(0, 0, 0, phase="eval") != captures.stats(0, 0, 0)
+
+
 SUMMED = ("mean", "std", "l2")  # their last bits depend on how many tensors are summed together
 
 
