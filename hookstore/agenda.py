@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from hookstore.capture import TORCH_DTYPES, Capture
 from hookstore.errors import OptionError
-from hookstore.format import DTYPES, KINDS, ArraySpec
+from hookstore.format import DTYPES, KINDS
 from hookstore.portion import Portion
 from hookstore.schedule import Schedule
 from hookstore.selection import Layer, select_layers
@@ -275,25 +275,6 @@ class Agenda:
     def num_batches(self) -> int | None:
         """Batches until the last one in which anything is due, where that is known."""
         return _last([choice.schedule.num_batches for choice in self.choices])
-
-    def check_stored(self, stored: Iterable[ArraySpec]) -> None:
-        """Make sure that axes are called what they are in the arrays of a run that is gone on with: its captures would be read by those names.
-
-        Raises
-        ------
-        OptionError
-            If they are called something else.
-        """
-        for spec in stored:
-            for choice in self.choices:
-                dims = tuple(choice.capture.dims or ())
-                differ = dims and spec.dims and dims != spec.dims
-                if differ and spec.kind in choice.capture.kinds and spec.layer in choice.layers:
-                    raise OptionError(
-                        f"dims: {spec.kind} of layer {spec.layer!r} is there with the axes {spec.dims}, and capture {choice.name!r} calls them {dims}; "
-                        "give the same, or record into a new run",
-                        option="dims",
-                    )
 
     def forget(self) -> None:
         """Keep nothing of a recording alive that has ended."""

@@ -329,7 +329,6 @@ class Recorder:
         self._is_ring = last is not None
         self._fires_when_raised = any(isinstance(trigger, Raised) for trigger in triggers)
         stored = [array.spec for array in leftover.arrays]
-        agenda.check_stored(stored)
         catalog = ArrayCatalog(num_epochs=agenda.num_epochs, rank=rank, stored=stored, are_prompt=self._is_ring)
         pinned = any(parameter.is_cuda for model in models.values() for parameter in model.parameters())
         self._stager = Stager(

@@ -175,7 +175,7 @@ def test_axes_keep_their_names_when_a_run_is_gone_on_with(tmp_path):
     model = nn.Sequential(nn.Identity())
     with recording(model, tmp_path / "run", dims=("sample", "token", "feature")):
         model(torch.ones(2, 3, 3))
-    with pytest.raises(hookstore.OptionError, match="is there with the axes") as caught:
+    with pytest.raises(hookstore.OptionError, match="would go on with dims") as caught:
         recording(model, tmp_path / "run", mode="a", dims=("sample", "feature", "token"))
     assert caught.value.option == "dims"
     for dims in (("sample", "token", "feature"), None):  # the run is as it was, and goes on
