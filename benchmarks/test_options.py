@@ -14,6 +14,7 @@ from test_training_step import DEMO, KINDS, WARMUP_STEPS, Block, Uncaptured, tim
 
 import hookstore
 
+TORCH_THREADS = 2
 _RING = 3
 
 

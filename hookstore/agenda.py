@@ -290,18 +290,19 @@ class Agenda:
         """Say whether anything is due in a batch; with ``None`` in any phase, or whatever the steps."""
         return any(self._wants(choice, phase, epoch, batch, step) for choice in self.choices)
 
-    def layers_wanted(self, epoch: int, batch: int, step: int) -> frozenset[str]:
-        """Return the layers of which something is due in a batch, in whatever phase, that calls show."""
-        states = tuple(self._wants(choice, None, epoch, batch, step) for choice in self.choices)
+    def wanted(self, epoch: int, batch: int, step: int) -> tuple[bool, frozenset[str]]:
+        """Say whether anything is due in a batch, in whatever phase, and of which layers calls show it."""
+        states = tuple([self._wants(choice, None, epoch, batch, step) for choice in self.choices])
         found = self._layers_of.get(states)
         if found is None:
-            found = self._layers_of[states] = frozenset(
+            found = frozenset(
                 layer
                 for choice, state in zip(self.choices, states, strict=True)
                 if state and not {*choice.capture.kinds}.isdisjoint(_OF_A_CALL)
                 for layer in choice.layers
             )
-        return found
+            self._layers_of[states] = found
+        return True in states, found
 
     def due(self, phase: str, epoch: int, batch: int, step: int) -> Due | None:
         """Return what is due in a batch that begins, ``None`` where nothing is. A condition that holds does so for one batch less afterwards."""

@@ -15,6 +15,7 @@ from hookstore.format import PHASES
 from hookstore.schedule import Budget, whole
 
 Item = TypeVar("Item")
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -91,7 +92,7 @@ class Clock:
     def may_record(self) -> bool:
         """Whether this batch can be recorded; exact while a position is set, true while the clock is automatic."""
         position = self._position
-        return position.where is None or (not position.is_skipped and self.agenda.wants(None, *position.where, position.step))
+        return position.where is None or (not position.is_skipped and self._wanted(position)[0])
 
     @property
     def layers_wanted(self) -> frozenset[str] | None:
@@ -99,7 +100,14 @@ class Clock:
         position = self._position
         if position.where is None:
             return None
-        return frozenset() if position.is_skipped else self.agenda.layers_wanted(*position.where, position.step)
+        return _NONE if position.is_skipped else self._wanted(position)[1]
+
+    def _wanted(self, position: _Position) -> tuple[bool, frozenset[str]]:
+        """Say what can be recorded at a position that is set; it is worked out once, so that what is switched there holds from the next one on."""
+        if position.wanted is None:
+            assert position.where is not None
+            position.wanted = self.agenda.wanted(*position.where, position.step)
+        return position.wanted
 
     @property
     def is_due_next(self) -> bool:
@@ -235,7 +243,7 @@ class Clock:
                 self._epoch = epoch
                 self._counted = dict.fromkeys(PHASES, -1)
             phase = self._phase()
-            is_due = self.agenda.wants(phase, epoch, batch, self.step)
+            is_due = self._wanted(frame.position)[0] and self.agenda.wants(phase, epoch, batch, self.step)
             frame.position.decided_for = phase if is_due else None
             frame.position.is_skipped = not self._allows(Coordinates(phase, epoch, batch) if is_due else None)
         self._show_top()
@@ -290,12 +298,13 @@ class Clock:
 class _Position:
     """A place in training, with the coordinates it gave to each phase: who comes back to it goes on counting calls where they stood."""
 
-    __slots__ = ("decided_for", "is_skipped", "resolved", "step", "where")
+    __slots__ = ("decided_for", "is_skipped", "resolved", "step", "wanted", "where")
 
     def __init__(self, where: tuple[int, int] | None, step: int) -> None:
         self.where = where
         self.step = step  # optimizer steps done when it was set
         self.is_skipped = False  # by the budget
+        self.wanted: tuple[bool, frozenset[str]] | None = None  # whether anything is due there, and of which layers
         self.decided_for: str | None = None  # the phase in which the budget was asked
         self.resolved: dict[str, Coordinates | None] = {}
 

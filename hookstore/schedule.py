@@ -82,9 +82,9 @@ class Schedule:
         """Say whether a batch is recorded, whatever its phase; without a step, whether it may be."""
         return (
             batch % self.every == 0
-            and allows(self.batches, batch)
-            and allows(self.epochs, epoch)
-            and (step is None or allows(self.steps, step))
+            and (self.batches is None or allows(self.batches, batch))
+            and (self.epochs is None or allows(self.epochs, epoch))
+            and (step is None or self.steps is None or allows(self.steps, step))
         )
 
     def describe(self) -> dict[str, Any]:
