@@ -368,6 +368,7 @@ SECTIONS: dict[str, Callable[[Figures, Info], None]] = {
     "test_larger_step[transformer]": add_step,
     "test_idle_step": add_idle,
     "test_options": add_options,
+    "test_options_with_a_core_to_spare": add_options,
     "test_call": add_call,
     "test_small_captures": add_many,
     "test_many_captures": add_many,

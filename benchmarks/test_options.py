@@ -87,9 +87,21 @@ OPTIONS: dict[str, tuple[dict[str, Any], Callable[[hookstore.Run, int, int], Non
 }
 
 
-def test_options(benchmark: BenchmarkFixture, scale: Scale, scratch: Scratch) -> None:
-    contenders: dict[str, Contender] = {name: Chosen(scratch, scale.steps, options, check) for name, (options, check) in OPTIONS.items()}
-    contenders = {"no capture": Uncaptured(DEMO, scale.steps), **contenders}
-    measured = interleave(benchmark, contenders, rounds=2 * scale.rounds, prepare=scratch.renew)
+def compare_options(benchmark: BenchmarkFixture, scale: Scale, scratch: Scratch) -> None:
+    """Train with each of the options in turn."""
+    contenders: dict[str, Contender] = {
+        "no capture": Uncaptured(DEMO, scale.steps),
+        **{name: Chosen(scratch, scale.steps, options, check) for name, (options, check) in OPTIONS.items()},
+    }
+    measured = interleave(benchmark, contenders, rounds=scale.rounds, prepare=scratch.renew)
     figures = {f"{name}, bytes": [taken["moved_bytes"] for taken in measured[name]] for name in OPTIONS}
     report(benchmark, measured, num_bytes=1, figures=figures, task=DEMO.name)
+
+
+def test_options(benchmark: BenchmarkFixture, scale: Scale, scratch: Scratch) -> None:
+    compare_options(benchmark, scale, scratch)
+
+
+def test_options_with_a_core_to_spare(benchmark: BenchmarkFixture, scale: Scale, scratch: Scratch) -> None:
+    torch.set_num_threads(1)
+    compare_options(benchmark, scale, scratch)
