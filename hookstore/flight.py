@@ -20,8 +20,9 @@ from hookstore.files import DiskBudgetSpent
 from hookstore.format import SCALED_KINDS
 from hookstore.judges import Evidence, Judge, Panel, judges_of
 from hookstore.layout import Draft
+from hookstore.regions import NOTE_DTYPE, is_surely_finite, numbers_of_slot, region_statistics
 from hookstore.ring import Ring
-from hookstore.staging import NOTE_DTYPE, Stager, is_surely_finite, numbers_of_slot, region_statistics
+from hookstore.staging import Stager
 from hookstore.statistics import divided
 from hookstore.triggers import Trigger, check_when
 

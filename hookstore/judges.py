@@ -28,7 +28,7 @@ class Evidence:
     statistics : numpy.ndarray
         Their statistics, divided by the loss scale; `hookstore.statistics.STATISTICS_DTYPE`.
     notes : numpy.ndarray
-        Their coordinates and scales; `hookstore.staging.NOTE_DTYPE`.
+        Their coordinates and scales; `hookstore.regions.NOTE_DTYPE`.
     numbers_of : callable
         Gives the numbers of one of them in its true shape, or ``None`` where they are not at hand.
     """

@@ -28,7 +28,7 @@ from hookstore.format import (
 from hookstore.portion import token_of
 
 if TYPE_CHECKING:
-    from hookstore.staging import Region
+    from hookstore.regions import Region
 
 _REGION_BYTES = 4 << 20  # large enough that a write costs its bytes and not its call
 _FIRST_REGION_BYTES = 128 << 10

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from crc32c import crc32c
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,37 +31,10 @@ from hookstore.errors import CaptureWarning, RecorderBusyError
 from hookstore.files import DiskBudget, DiskBudgetSpent
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, SUMMARIZED, align
 from hookstore.layout import Array, ArrayCatalog, Call, Draft
-from hookstore.statistics import STATISTICS_DTYPE, Sums, as_numbers, of_rows
-
-NOTE = struct.Struct("<5qiIIIfI")
-NOTE_DTYPE = np.dtype(
-    {
-        "names": [
-            "epoch",
-            "batch",
-            "call",
-            "step",
-            "wall_time",
-            "backward",
-            "crc32c",
-            "has_crc32c",
-            "structure",
-            "scale",
-            "has_statistics",
-        ],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<i4", "<u4", "<u4", "<u4", "<f4", "<u4"],
-        "itemsize": NOTE.size,
-    }
-)
-"""What stands about each capture behind the slots of its region: coordinates, the checksum where it was taken with the copy, which structure its value has,
-the loss scale (NaN for none), and whether its statistics were computed where the tensor lived and stand behind the notes."""
+from hookstore.regions import NOTE, STATISTICS_BYTES, Oversize, Piece, Region, slot_bytes, smallest_region
 
 MOST_STRUCTURE_CHARS = 64 << 20
 _SCALE_OFFSET = NOTE.size - 8
-_NUM_STATISTICS = len(STATISTICS_DTYPE.names or ())
-_STATISTICS_BYTES = 8 * _NUM_STATISTICS
-_NOT_FINITE = [Sums._fields.index("nan"), Sums._fields.index("inf")]
-
 _HAS_STATISTICS = struct.Struct("<I")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PIECE_BYTES = 8 << 20
@@ -72,158 +44,6 @@ _MOST_TOUCH_S_PER_BYTE = 4e-9
 _LONGEST_GRACE_S = 0.003
 _MOST_INTERRUPTS = 64
 _STEP_BYTES = 2 << 20  # by which more is used at least: a huge page
-
-
-class Region:
-    """A page-aligned piece of the arena that takes captures of one shard: slots ``stride_bytes`` apart, and behind them a note about each.
-
-    Attributes
-    ----------
-    array : Array
-        The array.
-    shard : tuple of int
-        Coordinates of the shard.
-    epochs, batches, calls : range
-        What belongs to that shard.
-    offset, num_bytes : int
-        Where it lies in the arena.
-    num_slots : int
-        Captures that it can take.
-    notes_offset, statistics_offset : int
-        Where the notes begin in the arena, as `NOTE_DTYPE`, and behind them statistics as rows of float64, where the array wants any.
-    is_untouched : bool
-        Whether the system still has to back some of it with memory.
-    reserved : int
-        Slots given out. This and what follows is guarded by the stager's lock.
-    pending : dict
-        Slots whose copy has not been handed over yet, and the thread that makes it.
-    holes : set of int
-        Slots that were given up.
-    shapes : dict
-        True shapes of the slots whose capture is smaller than the chunk.
-    transfers : list of Transfer
-        Copies to wait for.
-    disk_bytes, written_bytes : int
-        What was set aside for it on the disk, and what the writer has written of it.
-    closed, queued, is_taken : bool
-        Whether it takes no more captures, whether it is on its way to the writer, and whether the writer has it.
-    coordinates : Coordinates or None
-        The one batch whose captures it takes, where its array is prompt.
-    number : int
-        Which batch that is, in the order in which they began.
-    """
-
-    __slots__ = (
-        "array",
-        "batches",
-        "calls",
-        "closed",
-        "coordinates",
-        "disk_bytes",
-        "epochs",
-        "holes",
-        "is_taken",
-        "is_untouched",
-        "notes_offset",
-        "num_bytes",
-        "num_slots",
-        "number",
-        "offset",
-        "opened_at",
-        "pending",
-        "queued",
-        "reserved",
-        "shapes",
-        "shard",
-        "statistics_offset",
-        "transfers",
-        "written_bytes",
-    )
-
-    def __init__(self, array: Array, shard: tuple[int, ...], offset: int, num_bytes: int, *, is_untouched: bool) -> None:
-        self.array = array
-        self.shard = shard
-        self.epochs, self.batches, self.calls = array.spec.shard_ranges(shard)
-        self.offset = offset
-        self.num_bytes = num_bytes
-        self.num_slots = num_bytes // _slot_bytes(array)
-        self.notes_offset = offset + self.num_slots * array.stride_bytes
-        self.statistics_offset = self.notes_offset + self.num_slots * NOTE.size
-        self.is_untouched = is_untouched
-        self.disk_bytes = 0
-        self.written_bytes = 0
-        self.reserved = 0
-        self.pending: dict[int, int] = {}
-        self.holes: set[int] = set()
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        self.transfers: list[Transfer] = []
-        self.closed = False
-        self.queued = False
-        self.is_taken = False
-        self.opened_at = time.monotonic()
-        self.coordinates: Coordinates | None = None
-        self.number = -1
-
-    @property
-    def num_captures(self) -> int:
-        """Captures that are in it."""
-        return self.reserved - len(self.pending) - len(self.holes)
-
-    @property
-    def slots(self) -> np.ndarray[Any, Any]:
-        """The slots that hold a capture, int64, in their order; for a region that takes no more."""
-        slots = np.arange(self.reserved)
-        return np.delete(slots, sorted(self.holes)) if self.holes else slots
-
-
-class Oversize:
-    """A capture that is larger than the arena, on its way in pieces.
-
-    Attributes
-    ----------
-    capture : Draft
-        The capture.
-    shard : tuple of int
-        Coordinates of its shard.
-    num_bytes : int
-        Bytes of its encoded chunk, without the checksum.
-    disk_bytes : int
-        What was set aside for it on the disk.
-    file_offset, crc : int
-        Where it goes, and the checksum of the pieces so far; kept by the writer.
-    """
-
-    __slots__ = ("capture", "crc", "disk_bytes", "file_offset", "num_bytes", "shard")
-
-    def __init__(self, capture: Draft, shard: tuple[int, ...], num_bytes: int) -> None:
-        self.capture = capture
-        self.shard = shard
-        self.num_bytes = num_bytes
-        self.disk_bytes = 0
-        self.file_offset = -1
-        self.crc = 0
-
-
-class Piece:
-    """Some bytes of an `Oversize` capture in the arena. All but the last are whole pages."""
-
-    __slots__ = ("is_taken", "length", "num_bytes", "offset", "oversize", "queued", "start", "thread", "transfer")
-
-    def __init__(self, oversize: Oversize, start: int, length: int, offset: int, num_bytes: int) -> None:
-        self.thread = threading.get_ident()
-        self.oversize = oversize
-        self.start = start
-        self.length = length
-        self.offset = offset
-        self.num_bytes = num_bytes
-        self.transfer: Transfer | None = None
-        self.queued = False
-        self.is_taken = False  # by the writer, or given up
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the capture ends with it."""
-        return self.start + self.length == self.oversize.num_bytes
 
 
 class _Room:
@@ -399,7 +219,7 @@ class Stager:
 
     def takes_whole(self, array: Array, tensor: torch.Tensor) -> bool:
         """Say whether `stage_whole` and `stage_small` may be used: the tensor lives in host memory, and the arena has room for one."""
-        return isinstance(self._devices.of(tensor), CpuDevice) and _smallest_region(array) <= self.arena_bytes
+        return isinstance(self._devices.of(tensor), CpuDevice) and smallest_region(array) <= self.arena_bytes
 
     def stage_whole(self, array: Array, call: Call, backward: int, tensor: torch.Tensor) -> bool:
         """Copy one tensor of its array's own dtype and shape; like `stage` otherwise.
@@ -482,7 +302,7 @@ class Stager:
         where = capture.coordinates
         array = self._catalog.find(capture, epoch_batches=epoch_batches)
         capture.array = array
-        if _smallest_region(array) > self.arena_bytes:
+        if smallest_region(array) > self.arena_bytes:
             with _unseen():
                 capture.scale = float(capture.scale)  # waits for the device, as the pieces do
                 if array.stats:
@@ -585,8 +405,8 @@ class Stager:
 
     def _copy_statistics(self, region: Region, slot: int, tensor: torch.Tensor) -> None:
         """Have the statistics of a tensor that lives on a device computed there, and arrive behind the notes."""
-        start = region.statistics_offset + slot * _STATISTICS_BYTES
-        destination = self._arena[start : start + _STATISTICS_BYTES].view(torch.float64)
+        start = region.statistics_offset + slot * STATISTICS_BYTES
+        destination = self._arena[start : start + STATISTICS_BYTES].view(torch.float64)
         with torch.no_grad(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
             stored = tensor.to(getattr(torch, region.array.spec.dtype))
             vector = compute_statistics(stored)
@@ -719,7 +539,7 @@ class Stager:
         if array.is_prompt:
             self._number_of(where)
         ticket: _Ticket | None = None
-        grow_at = time.monotonic() + self._patience_s(_smallest_region(array))
+        grow_at = time.monotonic() + self._patience_s(smallest_region(array))
         try:
             while True:
                 region = array.region
@@ -739,7 +559,7 @@ class Stager:
                 if ticket is None:  # wait in the order of arrival, so that a large capture is not starved
                     ticket = _Ticket()
                     self._waiting.append(ticket)
-                self._wait_for_room(_smallest_region(array), grow_at)
+                self._wait_for_room(smallest_region(array), grow_at)
         finally:
             if ticket is not None:
                 self._leave_line(ticket)
@@ -763,16 +583,16 @@ class Stager:
 
     def _next_region_bytes(self, array: Array) -> int:
         """Return the size for a new region: what the array asks for, as far as there is room, but for one capture at least."""
-        smallest = _smallest_region(array)
+        smallest = smallest_region(array)
         most_open_bytes = self.arena_bytes // 16
         if array.is_prompt:
-            wanted = align(array.num_expected * _slot_bytes(array), PAGE_BYTES)
+            wanted = align(array.num_expected * slot_bytes(array), PAGE_BYTES)
             return max(smallest, min(wanted, most_open_bytes // PAGE_BYTES * PAGE_BYTES, self._free.largest_hole_bytes))
         # Many arrays must not fill the arena with room for more.
         share = most_open_bytes // max(1, self._num_arrays) // PAGE_BYTES * PAGE_BYTES
         wanted = max(smallest, min(array.region_bytes, share))
         largest = self._free.largest_hole_bytes
-        is_for_many = wanted >= 2 * _slot_bytes(array)
+        is_for_many = wanted >= 2 * slot_bytes(array)
         if is_for_many and largest < wanted and self._free.num_bytes + wanted <= min(self.arena_bytes, _FIRST_BYTES + most_open_bytes):
             self._free.extend(wanted)  # what waits for more captures does not come out of what keeps the disk busy
             return wanted
@@ -1064,104 +884,12 @@ def _text_bytes(portion: str) -> int:
     return 2 * len(portion)
 
 
-def _slot_bytes(array: Array) -> int:
-    """Return what one capture takes of a region, with all that stands about it."""
-    return array.stride_bytes + NOTE.size + (_STATISTICS_BYTES if array.stats else 0)
-
-
-def _smallest_region(array: Array) -> int:
-    """Return the bytes of a region for one capture."""
-    return align(_slot_bytes(array), PAGE_BYTES)
-
-
 def _summarize(capture: Draft, tensor: torch.Tensor) -> None:
     """Compute statistics at once, of a tensor that does not go through a region; one on a device is waited for."""
     stored = tensor.detach().to(getattr(torch, capture.dtype))
     capture.statistics = to_records(compute_statistics(stored).cpu().numpy()[None])
     if capture.take.stats == ONLY:
         capture.status, capture.reason = "summarized", SUMMARIZED
-
-
-def region_statistics(region: Region, slots: np.ndarray[Any, Any], notes: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
-    """Return statistics of the captures in a region, `hookstore.statistics.STATISTICS_DTYPE`: those that came with them, or of their bytes.
-
-    Parameters
-    ----------
-    region : Region
-        The region, complete.
-    slots, notes : numpy.ndarray
-        The slots that hold a capture, and the notes about these.
-    memory : memoryview
-        The arena.
-    """
-    came = notes["has_statistics"] != 0
-    found = np.empty(len(slots), dtype=STATISTICS_DTYPE)
-    if came.any():
-        count = region.reserved * _NUM_STATISTICS
-        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
-        found[came] = to_records(vectors[slots[came]])
-    if not came.all():
-        found[~came] = _statistics_of_bytes(region, slots[~came], memory)
-    return found
-
-
-def _statistics_of_bytes(region: Region, slots: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
-    """Return statistics of the tensors in some slots; of all at once where none is padded."""
-    array = region.array
-    chunks = _chunks_of(region, memory)
-    dtype, chunk_shape = array.spec.dtype, array.spec.chunk_shape
-    if len(slots) == region.reserved and not region.shapes:
-        return of_rows(as_numbers(chunks, dtype))
-    parts = [_true_part(chunks[slot], chunk_shape, region.shapes.get(slot, chunk_shape)) for slot in slots.tolist()]
-    return np.concatenate([of_rows(as_numbers(part, dtype)) for part in parts])
-
-
-def _chunks_of(region: Region, memory: memoryview) -> np.ndarray[Any, Any]:
-    """Return the chunks in a region as bits, a row for each slot."""
-    array = region.array
-    itemsize = array.itemsize
-    bits = np.dtype(f"V{itemsize}") if itemsize == 16 else np.dtype(f"<u{itemsize}")
-    shape, strides = (region.reserved, array.chunk_bytes // itemsize), (array.stride_bytes, itemsize)
-    return np.ndarray(shape, dtype=bits, buffer=memory, offset=region.offset, strides=strides)
-
-
-def is_surely_finite(region: Region, slots: np.ndarray[Any, Any], notes: np.ndarray[Any, Any], memory: memoryview) -> bool:
-    """Say whether no capture of a region has an element that is NaN or infinite, at a fraction of what statistics cost; ``False`` where that is not clear.
-
-    A sum has such elements in it, whatever else it adds up.
-    """
-    array = region.array
-    came = notes["has_statistics"] != 0
-    if came.all():
-        count = region.reserved * _NUM_STATISTICS
-        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
-        return not vectors[slots][:, _NOT_FINITE].any()
-    if came.any() or len(slots) < region.reserved or region.shapes:
-        return False
-    numbers = as_numbers(_chunks_of(region, memory), array.spec.dtype)
-    if numbers.dtype.kind in "biu":
-        return True
-    summed_as = numbers.dtype if numbers.dtype.kind == "c" or numbers.dtype == np.float64 else np.dtype(np.float32)
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(np.add.reduce(numbers, axis=None, dtype=summed_as)))
-
-
-def numbers_of_slot(region: Region, slot: int, note: Any, memory: memoryview) -> np.ndarray[Any, Any] | None:
-    """Return the numbers of a capture in its true shape, as they lie in the arena; ``None`` where only its statistics came from a device."""
-    array, shape = region.array, region.shapes.get(slot, region.array.spec.chunk_shape)
-    if array.stats == ONLY and note["has_statistics"]:
-        return None
-    bits = np.dtype(f"V{array.itemsize}") if array.itemsize == 16 else np.dtype(f"<u{array.itemsize}")
-    start = region.offset + slot * array.stride_bytes
-    chunk = np.frombuffer(memory, bits, count=array.chunk_bytes // array.itemsize, offset=start)
-    return as_numbers(_true_part(chunk, array.spec.chunk_shape, shape), array.spec.dtype).reshape(shape)
-
-
-def _true_part(chunk: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return a chunk without its padding, as one row."""
-    if shape == chunk_shape:
-        return chunk[None]
-    return chunk.reshape(chunk_shape)[tuple(slice(size) for size in shape)].reshape(1, -1)
 
 
 def _fill(slot: torch.Tensor, dtype: str) -> None:

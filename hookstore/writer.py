@@ -40,9 +40,10 @@ from hookstore.layout import Array, Draft
 from hookstore.lock import RunLock
 from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, Origin, RowBlock, ShardRows, make_batch, rows_to_stream
 from hookstore.recovery import Leftover, Unsealed
+from hookstore.regions import NOTE, NOTE_DTYPE, Oversize, Piece, Region, region_statistics
 from hookstore.schema import SCHEMA
 from hookstore.shards import ShardFiles, ShardWriter, chunk_checksums, publish
-from hookstore.staging import NOTE, NOTE_DTYPE, Oversize, Piece, Region, Stager, region_statistics
+from hookstore.staging import Stager
 from hookstore.statistics import divided
 from hookstore.triggers import Raised, Trigger
 

@@ -39,7 +39,8 @@ from hookstore.clock import Coordinates
 from hookstore.device import CpuDevice, Devices, FreeList, StreamDevice, allocate_host
 from hookstore.format import DTYPES, PAGE_BYTES
 from hookstore.layout import ArrayCatalog, Draft
-from hookstore.staging import NOTE_DTYPE, Oversize, Piece, Region, Stager
+from hookstore.regions import NOTE_DTYPE, Oversize, Piece, Region
+from hookstore.staging import Stager
 from hookstore.writer import Writer
 
 POISON = 0xA5

@@ -181,7 +181,7 @@ FLOW = (
         "codecs",
     ),
     *("schedule", "occasions", "planned", "footprint", "recorded", "triggers", "capture", "agenda", "judges"),
-    *("clock", "ring", "layout", "device", "staging", "flight"),
+    *("clock", "ring", "layout", "device", "regions", "staging", "flight"),
     *("nested", "parts", "sink", "recomputation", "restored", "rehearsal", "watch", "shares", "live", "optimizers"),
     *("operators", "models", "compiler", "compiled", "hooks", "containers", "standins", "edits", "gradients"),
     *("uncalled", "swaps", "fastpath", "around", "attach"),
