@@ -260,6 +260,22 @@ def test_the_automatic_clock_moves_the_ring(tmp_path):
     assert batches_on_disk(tmp_path / "run") == [5, 6, 7, 8]
 
 
+def test_gradients_of_a_compiled_model_are_in_the_batch_of_their_forward(tmp_path):
+    """What the graph keeps for the backward are numbers, of which the batch is made anew."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend="eager")
+    late = []
+    with recording(compiled, tmp_path / "run", layers=["0", "1"], kinds=["activation", "gradient"], last=3) as recorder:
+        for number in range(16):
+            recorder.at(epoch=0, batch=number)
+            late.append(compiled(batch_of(number) * (float("inf") if number == 8 else 1.0)).sum())
+            if number:
+                late.pop(0).backward()
+    assert [batch for batch, _ in fired(tmp_path / "run")] == [8]
+    for kind in ("activation", "gradient"):
+        assert batches_on_disk(tmp_path / "run", kind=kind, layer="0") == [*range(6, 12)]
+
+
 def test_layers_with_many_calls_are_whole(tmp_path):
     model = Poisoned([37], size=4)
     with recording(model, tmp_path / "run", layers=["inner"], last=2) as recorder:
