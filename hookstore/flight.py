@@ -157,11 +157,12 @@ class Flight:
         sizes = [num_bytes for num_bytes in self._ring.batch_bytes if num_bytes]
         if self._ring.give_up():
             self._stager.wants_room = False
-            if not self._has_given_up:
+            if not self._has_given_up and len(sizes) <= self._last:  # the ring keeps one more than is written
                 self._has_given_up = True
+                arena_bytes = self._stager.arena_bytes
                 self._tell(
-                    f"the staging buffer of {self._stager.arena_bytes:,} bytes holds {len(sizes) - 1} whole batches of the {self._last} that last= asks "
-                    f"for: the oldest are given up; buffer_bytes={max(sizes) * (self._last + 2):,} would hold all"
+                    f"the staging buffer of {arena_bytes:,} bytes holds {len(sizes) - 1} whole batches of the {self._last} that last= asks for: the oldest "
+                    f"are given up; all need a buffer_bytes of {max(max(sizes) * (self._last + 2), arena_bytes + max(sizes)):,} or more"
                 )
 
     def report(self, *, before: int | None = None) -> None:
