@@ -564,10 +564,10 @@ class Recorder:
         RecorderClosedError
             After ``close()``.
         RecorderBusyError
-            From a signal handler in the middle of a capture.
+            From a signal handler in the middle of a capture, or from a trigger's function.
         """
         self._check_open()
-        self._stager.check_not_staging("flush()")
+        self._check_can_wait("flush()")
         if self._sink.is_active:
             try:
                 self._writer.flush()
@@ -589,6 +589,7 @@ class Recorder:
 
     def _close(self, error: BaseException | None) -> None:
         """Close; ``error`` is what ends the recording before its time."""
+        self._writer.check_elsewhere("close()")
         if self._is_closed:
             if os.getpid() == self._pid and not self._writer.has_ended:  # an interrupt broke off the first
                 self._writer.stop()
@@ -679,6 +680,11 @@ class Recorder:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RecorderClosedError(f"the recorder of {self.path} is closed; open the run with hookstore.open")
+
+    def _check_can_wait(self, call: str) -> None:
+        """Raise `RecorderBusyError` where ``call`` would wait for ever."""
+        self._writer.check_elsewhere(call)
+        self._stager.check_not_staging(call)
 
     def _disown(self) -> None:
         """Capture nothing in a forked child: the writer lives in the parent."""

@@ -32,7 +32,7 @@ from hookstore.agenda import ONLY
 from hookstore.arrays import ArrayStore
 from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
-from hookstore.errors import RecorderClosedError
+from hookstore.errors import RecorderBusyError, RecorderClosedError
 from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
 from hookstore.flight import Event, Flight, row_of_batch
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
@@ -327,6 +327,13 @@ class Writer:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    def check_elsewhere(self, call: str) -> None:
+        """Raise `RecorderBusyError` on the writer's own thread, where the functions of triggers are called: ``call`` would wait there for itself."""
+        if threading.current_thread() is self._thread:
+            raise RecorderBusyError(
+                f"{call} was called by the function of a trigger, on the writer's thread: set a flag there and call it between steps"
+            )
 
     def _raise_failure(self) -> None:
         if self._stager.failure is not None:

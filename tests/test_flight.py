@@ -397,6 +397,20 @@ def test_a_function_that_raises_is_told_of_once_and_taken_for_false(tmp_path):
     assert rows(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_a_function_that_waits_for_the_writer_is_told_that_it_is_on_its_thread(tmp_path, call):
+    model = nn.Identity()
+
+    def waits(_statistics, _where):
+        getattr(recorder, call)()
+        return True
+
+    with pytest.warns(hookstore.CaptureWarning, match=rf"raised RecorderBusyError: {call}\(\) was called by the function of a trigger"):  # noqa: SIM117
+        with recording(model, tmp_path / "run", layers=[""], last=1, when=waits) as recorder:
+            model(torch.ones(2))
+            recorder.flush()
+
+
 def test_an_exception_that_ends_the_recording_fires(tmp_path):
     model = model_of()
     with pytest.raises(ValueError, match="late"), recording(model, tmp_path / "run", layers="2", last=3) as recorder:
