@@ -131,14 +131,18 @@ class Flight:
         """Do the same with what has no bytes."""
         where = draft.coordinates
         number = -1 if self._ring is None else self._stager.number_of(where)
-        if draft.statistics is not None:
-            panel = self._panel_for(draft.layer, draft.kind, draft.take.watchers)
-            self._judge(panel, _evidence_of_draft(draft), number, where)
+        self.judge_draft(draft, number)
         if self._ring is None or draft.status == "stopped":
             self._note(draft)
             return
         self._ring.add(self._ring.newest if number < 0 else number, where, draft)
         self.report(before=self._ring.newest)
+
+    def judge_draft(self, draft: Draft, number: int = -1) -> None:
+        """Judge a capture whose statistics come with it, if they do; without a ring its batch needs no number."""
+        if draft.statistics is not None:
+            panel = self._panel_for(draft.layer, draft.kind, draft.take.watchers)
+            self._judge(panel, _evidence_of_draft(draft), number, draft.coordinates)
 
     def take_event(self, event: Event) -> None:
         """Fire."""

@@ -577,6 +577,7 @@ class Writer:
         shard.write_piece(memory, oversize.file_offset + piece.start)
         self._stager.release(piece)
         if piece.is_last:
+            self._flight.judge_draft(capture)
             self._stager.count_written(align(oversize.num_bytes + CRC_BYTES, PAGE_BYTES), oversize=oversize)
             shard.finish_pieces(
                 capture.array.spec.entries(where.epoch, where.batch, capture.call), oversize.file_offset, oversize.num_bytes
