@@ -61,7 +61,7 @@ from hookstore.selection import Layer, LayerPattern
 from hookstore.signals import FlushOnSigterm, OnSignal, check_can_be_handled, check_main_thread
 from hookstore.sink import StagingSink
 from hookstore.staging import Stager
-from hookstore.triggers import NonFinite, Raised, Signalled, Trigger, check_when, describe
+from hookstore.triggers import NonFinite, Raised, Signalled, Trigger, check_can_hold, check_when, describe
 from hookstore.wrappers import type_name, unwrap
 from hookstore.writer import Writer
 
@@ -249,6 +249,7 @@ def record(
         raise OptionError(f"scaler: expected a torch.amp.GradScaler, got {scaler!r} of type {type(scaler).__name__}", option="scaler")
     triggers = _check_flight(last, when, on_full)
     agenda = Agenda(chosen, models, always_stats=last is not None)
+    check_can_hold(triggers, [("", "loss"), *((layer, kind) for layer in agenda.names for kind in agenda.kinds_of(layer))])
     description = {
         "kinds": list(agenda.kinds),
         "phases": sorted(agenda.phases),

@@ -204,6 +204,28 @@ def check_when(when: Any, *, of_capture: bool) -> tuple[Trigger, ...]:
     return triggers
 
 
+def check_can_hold(triggers: Iterable[Trigger], recorded: Iterable[tuple[str, str]]) -> None:
+    """Raise `OptionError` for a trigger that would wait for ever.
+
+    Parameters
+    ----------
+    triggers : iterable of Trigger
+        The triggers.
+    recorded : iterable of (str, str)
+        Layers and kinds that they are asked about.
+    """
+    recorded = list(recorded)
+    for trigger in triggers:
+        if isinstance(trigger, NonFinite | GradientNorm) and not any(trigger.chooses(layer, kind) for layer, kind in recorded):
+            layers = list(dict.fromkeys(repr(layer) for layer, kind in recorded if kind != "loss"))
+            kinds = ", ".join(dict.fromkeys(repr(kind) for _, kind in recorded))
+            raise OptionError(
+                f"when: {trigger} can never hold, since nothing is captured that it is about: there are {kinds}, of layers {', '.join(layers[:5])}"
+                f"{f' and {len(layers) - 5} more' if len(layers) > 5 else ''}; capture that too, or leave the trigger out",
+                option="when",
+            )
+
+
 def name_of(trigger: Trigger) -> str:
     """Return what a trigger is called in ``run.json`` and in reasons."""
     if isinstance(trigger, NonFinite | GradientNorm | Raised | Signalled):

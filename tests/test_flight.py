@@ -309,7 +309,7 @@ def test_a_loss_that_is_not_finite_fires(tmp_path):
 def test_non_finite_looks_at_the_kinds_and_layers_that_it_was_given(tmp_path):
     for number, (trigger, fires) in enumerate(
         (
-            (NonFinite(kinds="gradient"), False),
+            (NonFinite(kinds="parameter"), False),
             (NonFinite(layers="3"), True),
             (NonFinite(layers=["0", "1"]), False),
             (NonFinite(kinds=["activation"], layers="[23]*"), True),
@@ -317,7 +317,7 @@ def test_non_finite_looks_at_the_kinds_and_layers_that_it_was_given(tmp_path):
     ):
         model = model_of([4])
         path = tmp_path / f"run{number}"
-        with recording(model, path, last=1, when=trigger) as recorder:
+        with recording(model, path, kinds=["activation", "parameter"], last=1, when=trigger) as recorder:
             train(model, range(8), recorder)
         assert bool(fired(path)) == fires, trigger
 
@@ -752,6 +752,12 @@ def test_it_refuses_what_makes_no_sense(tmp_path):
         ({"last": 2, "when": []}, "at least one trigger"),
         ({"last": 2, "when": 3}, "or several of these, got 3"),
         ({"last": 2, "when": NonFinite}, r"write NonFinite\(\)"),
+        (
+            {"last": 2, "when": GradientNorm()},
+            r"GradientNorm\(\) can never hold.*there are 'loss', 'activation', of layers '0', '1', '2.inner', '3'",
+        ),
+        ({"last": 2, "when": NonFinite(layers="fc*")}, r"NonFinite\(layers=\('fc\*',\)\) can never hold"),
+        ({"captures": hookstore.Capture(when=NonFinite(kinds="loss"))}, "can never hold.*there are 'activation'"),
         ({"last": 2, "when": Signalled(signal.SIGTERM)}, "SIGTERM has no handler.*on_sigterm='flush'"),
         ({"last": 2, "when": Signalled(signal.SIGHUP)}, "SIGHUP has no handler"),
     ):
