@@ -1,7 +1,7 @@
 """What the writer does with a region before it is written: judge it, switch captures over, and, for the flight recorder, keep it in the ring.
 
-Verdicts are made where the bytes are: nothing waits for them but the ring. A trigger *fires* in a batch in which its condition holds if it did not hold in the
-batch before: a model that has become NaN stays so, and must not fill the disk.
+Verdicts are made where the bytes are: nothing waits for them but the ring. A trigger *fires* in a batch in which its condition begins to hold for some tensor:
+a model that has become NaN stays so, and must not fill the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hookstore.agenda import Choice
 from hookstore.clock import Coordinates
 from hookstore.files import DiskBudgetSpent
 from hookstore.format import SCALED_KINDS
-from hookstore.judges import Evidence, Judge, Panel, judges_of
+from hookstore.judges import Evidence, Judge, Onset, Panel, judges_of
 from hookstore.layout import Draft
 from hookstore.ring import Ring
 from hookstore.staging import NOTE_DTYPE, Stager, is_surely_finite, numbers_of_slot, region_statistics
@@ -102,7 +102,7 @@ class Flight:
         self._judges_of: dict[Choice, list[Judge]] = {}
         self._panels: dict[tuple[object, ...], Panel] = {}
         self._ring = None if last is None else Ring(last, self._pass_on, self._release)
-        self._held_in: list[set[int]] = [set() for _ in self._judges]  # the last batches in which each condition held
+        self._onsets = [Onset() for _ in self._judges]
         self._firings: dict[tuple[int, int], _Firing] = {}
         self._event_numbers = itertools.count(len(self._judges))
         self._raised_in = -2
@@ -120,6 +120,10 @@ class Flight:
         panel = self._panel_for(array.spec.layer, array.spec.kind, array.watchers)
         if self._may_hold(panel, prepared):
             self._judge(panel, self._evidence_of(prepared), region.number, region.coordinates)
+        else:
+            for position, _ in panel.triggers:
+                key = (array.spec.phase, array.spec.layer, array.spec.kind, array.spec.leaf, array.spec.portion)
+                self._onsets[position].is_news(key, region.number, holds=False)
         if self._ring is None:
             self._write(prepared)
             return
@@ -226,20 +230,17 @@ class Flight:
                 choice.is_called_for = True
         for position, judge in panel.triggers:
             verdict = judge.judge(evidence)
-            if verdict is None:
+            is_news = self._onsets[position].is_news(evidence.key, number, holds=verdict is not None)
+            if verdict is None or not is_news:
                 continue
             note = evidence.notes[verdict.position]
             firing = _Firing(number, where, int(note["step"]), int(note["wall_time"]), verdict.reason)
             earlier = self._firings.get((position, number))
-            held_in = self._held_in[position]
-            if earlier is not None:
-                if firing.wall_time < earlier.wall_time:
-                    self._firings[position, number] = firing
-            elif held_in.isdisjoint((number, number - 1)):
+            is_first = self._onsets[position].fires(number)
+            if earlier is None and is_first:
                 self._fire(position, firing)
-            held_in.add(number)
-            if len(held_in) > 64 + 4 * self._last:
-                self._held_in[position] = set(sorted(held_in)[32 + 2 * self._last :])
+            elif earlier is not None and firing.wall_time < earlier.wall_time:
+                self._firings[position, number] = firing
 
     def _fire(self, trigger: int, firing: _Firing) -> None:
         if self._ring is None or self._is_spent:

@@ -16,6 +16,7 @@ from small import recording
 from torch import nn
 
 import hookstore
+from hookstore.judges import Onset
 from hookstore.ring import Gap, Ring
 from hookstore.triggers import GradientNorm, NonFinite, Raised, Signalled, Where
 
@@ -175,6 +176,47 @@ def test_what_goes_on_to_hold_has_fired_once_until_it_has_not_held(tmp_path):
         train(model, range(20), recorder)
     assert [batch for batch, _ in fired(tmp_path / "run")] == [5, 15]
     assert batches_on_disk(tmp_path / "run") == [5, 6, 15, 16]
+
+
+def test_what_always_holds_for_one_tensor_hides_no_other(tmp_path):
+    """A mask that is infinite in every batch, and a layer behind it that becomes NaN, and then all layers that come after an optimizer's step."""
+
+    class Masked(nn.Module):
+        def forward(self, inputs):
+            return inputs.masked_fill(torch.eye(5, 4, dtype=torch.bool), float("-inf"))
+
+    model = nn.Sequential(nn.Linear(4, 4), Masked(), nn.Softmax(-1), Poisoned([20, 21, 22, 30], size=4))
+    with recording(model, tmp_path / "run", layers="[0-3]", last=2) as recorder:
+        for number in range(40):
+            recorder.at(epoch=0, batch=number)
+            if number in (21, 22):
+                with torch.no_grad():
+                    model[0].bias.fill_(float("nan"))
+            model(batch_of(number))
+            with torch.no_grad():
+                model[0].bias.fill_(0.0)
+    assert fired(tmp_path / "run") == [
+        (0, "non-finite activation of layer '1': 0 NaN, 4 Inf, first at index (0, 0)"),
+        (20, "non-finite activation of layer '3': 1 NaN, 0 Inf, first at index (3, 2)"),
+        (30, "non-finite activation of layer '3': 1 NaN, 0 Inf, first at index (3, 2)"),
+    ]
+    assert batches_on_disk(tmp_path / "run") == [0, 1, 2, 19, 20, 21, 22, 29, 30, 31, 32]
+
+
+def test_an_onset_is_one_for_each_tensor_whatever_stands_between_its_batches():
+    def story(*steps):
+        onset, found = Onset(), []
+        for key, number, holds in steps:
+            if onset.is_news((key,), number, holds=holds):
+                found.append((key, number, onset.fires(number)))
+        return found
+
+    assert story(("a", 0, True), ("a", 1, True), ("b", 5, True), ("a", 6, True)) == [("a", 0, True), ("b", 5, True)]
+    assert story(("a", 0, True), ("a", 1, False), ("a", 1, True), ("a", 2, False), ("a", 2, True)) == [("a", 0, True)]
+    assert story(("a", 0, True), ("a", 1, False), ("a", 2, True), ("a", 3, True)) == [("a", 0, True), ("a", 2, True)]
+    assert story(("a", 0, True), ("a", 1, False), ("a", 2, False), ("a", 3, True)) == [("a", 0, True), ("a", 3, True)]
+    assert story(("a", 0, True), ("b", 0, True), ("b", 1, True), ("c", 1, True)) == [("a", 0, True), ("b", 0, False), ("c", 1, False)]
+    assert story(("a", 4, True), ("a", 3, True), ("a", 5, True)) == [("a", 4, True)]
 
 
 def test_the_first_capture_in_time_is_named_whatever_order_the_writer_has_them_in(tmp_path):
