@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -525,6 +527,32 @@ def test_a_handler_that_somebody_has_set_since_stays(tmp_path):
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_recorders_that_fire_at_one_signal_may_be_closed_in_any_order(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    recorders = [recording(model_of(), tmp_path / str(number), last=1, when=Signalled()) for number in range(3)]
+    for number in (1, 0, 2):
+        recorders[number].close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_handler_that_another_thread_could_not_take_away_keeps_nothing_alive(tmp_path):
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: called.append("before"))
+    try:
+        recorder = recording(model_of(), tmp_path / "run", last=1, when=Signalled())
+        closes = threading.Thread(target=recorder.close)
+        closes.start()
+        closes.join()
+        alive = weakref.ref(recorder)
+        del recorder, closes
+        gc.collect()
+        assert alive() is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert called == ["before"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_firing_by_hand_needs_a_flight_recorder(tmp_path):
