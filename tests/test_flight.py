@@ -280,6 +280,21 @@ def test_a_verdict_that_comes_too_late_says_which_batches_had_left(tmp_path):
     assert {row["reason"] for row in dropped} == {"the trigger fired after the batch had left the flight recorder's ring"}
 
 
+def test_a_backward_that_comes_long_after_says_what_had_left_before_and_after_its_batch(tmp_path):
+    model = nn.Linear(2, 2)
+    late = []
+    with recording(model, tmp_path / "run", layers=[""], kinds=["activation", "gradient"], last=1) as recorder:
+        for number in range(20):
+            recorder.at(epoch=0, batch=number)
+            late.append(model(torch.ones(2)))
+            if number >= 5:
+                late.pop(0).backward(torch.full((2,), float("inf") if number == 15 else 1.0))
+    assert [batch for batch, _ in fired(tmp_path / "run")] == [10]
+    assert batches_on_disk(tmp_path / "run", kind="activation") == []
+    assert batches_on_disk(tmp_path / "run", kind="gradient") == [10, 11]
+    assert [row["batch"] for row in rows(tmp_path / "run", status="dropped")] == [10, 11]
+
+
 def test_phases_and_epochs_count_by_time(tmp_path):
     model = model_of([8])
     with recording(model, tmp_path / "run", layers="2", phases=["train", "eval"], last=3) as recorder:
