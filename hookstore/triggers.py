@@ -42,7 +42,7 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """Holds where a tensor has NaN or infinite elements.
+    """Holds where a tensor has NaN or infinite elements as it is stored: the part that is kept, after the cast, in which large numbers may become infinite.
 
     Parameters
     ----------
