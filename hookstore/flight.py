@@ -1,7 +1,7 @@
 """What the writer does with a region before it is written: judge it, switch captures over, and, for the flight recorder, keep it in the ring.
 
-Verdicts are made where the bytes are: nothing waits for them but the ring. A trigger *fires* in a batch in which its condition holds if it did not hold in the
-batch before: a model that has become NaN stays so, and must not fill the disk.
+Verdicts are made where the bytes are: nothing waits for them but the ring. A trigger *fires* in a batch in which its condition begins to hold for some tensor:
+a model that has become NaN stays so, and must not fill the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hookstore.agenda import Choice
 from hookstore.clock import Coordinates
 from hookstore.files import DiskBudgetSpent
 from hookstore.format import SCALED_KINDS
-from hookstore.judges import Evidence, Judge, Panel, judges_of
+from hookstore.judges import Evidence, Judge, Onset, Panel, judges_of
 from hookstore.layout import Draft
 from hookstore.regions import NOTE_DTYPE, is_surely_finite, numbers_of_slot, region_statistics
 from hookstore.ring import Ring
@@ -103,7 +103,7 @@ class Flight:
         self._judges_of: dict[Choice, list[Judge]] = {}
         self._panels: dict[tuple[object, ...], Panel] = {}
         self._ring = None if last is None else Ring(last, self._pass_on, self._release)
-        self._held_in: list[set[int]] = [set() for _ in self._judges]  # the last batches in which each condition held
+        self._onsets = [Onset() for _ in self._judges]
         self._firings: dict[tuple[int, int], _Firing] = {}
         self._event_numbers = itertools.count(len(self._judges))
         self._raised_in = -2
@@ -121,6 +121,10 @@ class Flight:
         panel = self._panel_for(array.spec.layer, array.spec.kind, array.watchers)
         if self._may_hold(panel, prepared):
             self._judge(panel, self._evidence_of(prepared), region.number, region.coordinates)
+        else:
+            for position, _ in panel.triggers:
+                key = (array.spec.phase, array.spec.layer, array.spec.kind, array.spec.leaf, array.spec.portion)
+                self._onsets[position].is_news(key, region.number, holds=False)
         if self._ring is None:
             self._write(prepared)
             return
@@ -132,14 +136,18 @@ class Flight:
         """Do the same with what has no bytes."""
         where = draft.coordinates
         number = -1 if self._ring is None else self._stager.number_of(where)
-        if draft.statistics is not None:
-            panel = self._panel_for(draft.layer, draft.kind, draft.take.watchers)
-            self._judge(panel, _evidence_of_draft(draft), number, where)
+        self.judge_draft(draft, number)
         if self._ring is None or draft.status == "stopped":
             self._note(draft)
             return
         self._ring.add(self._ring.newest if number < 0 else number, where, draft)
         self.report(before=self._ring.newest)
+
+    def judge_draft(self, draft: Draft, number: int = -1) -> None:
+        """Judge a capture whose statistics come with it, if they do; without a ring its batch needs no number."""
+        if draft.statistics is not None:
+            panel = self._panel_for(draft.layer, draft.kind, draft.take.watchers)
+            self._judge(panel, _evidence_of_draft(draft), number, draft.coordinates)
 
     def take_event(self, event: Event) -> None:
         """Fire."""
@@ -158,11 +166,12 @@ class Flight:
         sizes = [num_bytes for num_bytes in self._ring.batch_bytes if num_bytes]
         if self._ring.give_up():
             self._stager.wants_room = False
-            if not self._has_given_up:
+            if not self._has_given_up and len(sizes) <= self._last:  # the ring keeps one more than is written
                 self._has_given_up = True
+                arena_bytes = self._stager.arena_bytes
                 self._tell(
-                    f"the staging buffer of {self._stager.arena_bytes:,} bytes holds {len(sizes) - 1} whole batches of the {self._last} that last= asks "
-                    f"for: the oldest are given up; buffer_bytes={max(sizes) * (self._last + 2):,} would hold all"
+                    f"the staging buffer of {arena_bytes:,} bytes holds {len(sizes) - 1} whole batches of the {self._last} that last= asks for: the oldest "
+                    f"are given up; all need a buffer_bytes of {max(max(sizes) * (self._last + 2), arena_bytes + max(sizes)):,} or more"
                 )
 
     def report(self, *, before: int | None = None) -> None:
@@ -222,20 +231,17 @@ class Flight:
                 choice.is_called_for = True
         for position, judge in panel.triggers:
             verdict = judge.judge(evidence)
-            if verdict is None:
+            is_news = self._onsets[position].is_news(evidence.key, number, holds=verdict is not None)
+            if verdict is None or not is_news:
                 continue
             note = evidence.notes[verdict.position]
             firing = _Firing(number, where, int(note["step"]), int(note["wall_time"]), verdict.reason)
             earlier = self._firings.get((position, number))
-            held_in = self._held_in[position]
-            if earlier is not None:
-                if firing.wall_time < earlier.wall_time:
-                    self._firings[position, number] = firing
-            elif held_in.isdisjoint((number, number - 1)):
+            is_first = self._onsets[position].fires(number)
+            if earlier is None and is_first:
                 self._fire(position, firing)
-            held_in.add(number)
-            if len(held_in) > 64 + 4 * self._last:
-                self._held_in[position] = set(sorted(held_in)[32 + 2 * self._last :])
+            elif earlier is not None and firing.wall_time < earlier.wall_time:
+                self._firings[position, number] = firing
 
     def _fire(self, trigger: int, firing: _Firing) -> None:
         if self._ring is None or self._is_spent:

@@ -42,6 +42,11 @@ class Evidence:
     notes: np.ndarray[Any, Any]
     numbers_of: Callable[[int], np.ndarray[Any, Any] | None]
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells them from other captures of the same batch."""
+        return self.phase, self.layer, self.kind, self.leaf, self.portion
+
     def describe(self, position: int) -> str:
         """Say which capture it is, without its batch."""
         if self.kind in OF_BATCH:
@@ -113,10 +118,9 @@ class GradientNormJudge:
     def judge(self, evidence: Evidence) -> Verdict | None:
         """See `Judge`."""
         trigger = self._trigger
-        key = (evidence.phase, evidence.layer, evidence.kind, evidence.leaf, evidence.portion)
-        window = self._norms.get(key)
+        window = self._norms.get(evidence.key)
         if window is None:
-            window = self._norms[key] = _Window(trigger.window)
+            window = self._norms[evidence.key] = _Window(trigger.window)
         verdict = None
         statistics = evidence.statistics
         is_whole = (statistics["nan"] == 0) & (statistics["inf"] == 0)
@@ -198,6 +202,45 @@ class _Window:
             del self._in_order[bisect.bisect_left(self._in_order, self._in_time.popleft())]
         self._in_time.append(value)
         bisect.insort(self._in_order, value)
+
+
+class Onset:
+    """Says where a condition begins to hold.
+
+    It is followed for each tensor by itself, from one of its batches to the next: a mask that is infinite in every batch must not hide the activation that
+    becomes NaN. What spreads to other tensors in the next batch began in the batch before.
+    """
+
+    def __init__(self) -> None:
+        self._held_in: dict[tuple[str, ...], int] = {}  # the last batch, for each tensor for which it holds
+        self._missed_in: dict[tuple[str, ...], int] = {}  # the batch after that, as long as it has not held there
+        self._begun_in: set[int] = set()
+
+    def is_news(self, key: tuple[str, ...], number: int, *, holds: bool) -> bool:
+        """Note whether it holds for a tensor in a batch (of which there may be several calls), and say whether it has begun to."""
+        held_in, missed_in = self._held_in.get(key), self._missed_in.get(key, number)
+        if holds:
+            if held_in is None or held_in < number:
+                self._held_in[key] = number
+                self._missed_in.pop(key, None)
+            return held_in is None or missed_in < number
+        if held_in is not None and held_in < number:
+            if missed_in < number:
+                del self._held_in[key], self._missed_in[key]
+            else:
+                self._missed_in[key] = number
+        return False
+
+    def fires(self, number: int) -> bool:
+        """Say whether what begins in a batch is the first there, and nothing began in the batch before."""
+        is_first = self._begun_in.isdisjoint((number, number - 1))
+        self._begun_in.add(number)
+        if len(self._begun_in) > _MOST_BEGUN:
+            self._begun_in = set(sorted(self._begun_in)[_MOST_BEGUN // 2 :])
+        return is_first
+
+
+_MOST_BEGUN = 1024
 
 
 @dataclass(frozen=True, slots=True)

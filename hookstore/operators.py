@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -71,7 +72,20 @@ _REENTRANT = (
 
 # When the graph runs ----------------------------------------------------------------------------------------------
 
-_NUM_CALL = 8  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure, due
+_NUM_CALL = 9  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure, due, coordinates
+
+# The coordinates that calls were filed under, as long as somebody keeps them: what tells batches apart by them must find a gradient in that of its forward.
+_coordinates: weakref.WeakValueDictionary[int, Coordinates] = weakref.WeakValueDictionary()
+_numbers_of: weakref.WeakKeyDictionary[Coordinates, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def _number_of(here: Coordinates) -> int:
+    number = _numbers_of.get(here)
+    if number is None:
+        number = _numbers_of[here] = next(_next_number)
+        _coordinates[number] = here
+    return number
 
 
 def _run_tick(_after: object, number: int, is_watched: bool) -> torch.Tensor:  # noqa: FBT001
@@ -129,7 +143,7 @@ def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int
             here = call.coordinates
             where = (PHASES.index(here.phase), here.epoch, here.batch)
             due = -1 if here.due is None else here.due.number
-            numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure, due)
+            numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure, due, _number_of(here))
         frame = _checkpoint_frame()
         if frame is not None:
             _checkpointed.setdefault(frame, _Checkpointed()).calls.setdefault(number, []).append(numbers)
@@ -225,11 +239,12 @@ def _run_no_gradient(call: torch.Tensor, number: int, plan: int, position: int, 
 
 
 def _call_of(numbers: Numbers, layer: Tapped) -> Call:
-    phase, epoch, batch, call, step, sequence_nr, structure, number = numbers[:_NUM_CALL].tolist()
+    phase, epoch, batch, call, step, sequence_nr, structure, number, of_coordinates = numbers[:_NUM_CALL].tolist()
     dues = layer.sink.clock.agenda.dues
     due = dues[number] if 0 <= number < len(dues) else None
     of_layer = None if due is None else due.layers.get(layer.name)
-    return Call(Coordinates(PHASES[phase], epoch, batch, due), call, step, sequence_nr, structure, due=of_layer)
+    here = _coordinates.get(of_coordinates) or Coordinates(PHASES[phase], epoch, batch, due)
+    return Call(here, call, step, sequence_nr, structure, due=of_layer)
 
 
 def _measured(layer: Tapped) -> contextlib.AbstractContextManager[None]:

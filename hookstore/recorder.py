@@ -63,7 +63,7 @@ from hookstore.selection import Layer, LayerPattern
 from hookstore.signals import FlushOnSigterm, OnSignal, check_can_be_handled, check_main_thread
 from hookstore.sink import StagingSink
 from hookstore.staging import Stager
-from hookstore.triggers import NonFinite, Raised, Signalled, Trigger, check_when, describe
+from hookstore.triggers import NonFinite, Raised, Signalled, Trigger, check_can_hold, check_when, describe
 from hookstore.wrappers import type_name, unwrap
 from hookstore.writer import Writer
 
@@ -176,8 +176,9 @@ def record(
     last : int, optional
         Make a flight recorder of it: what is recorded of the last so many batches is kept in the staging buffer, and written, with what follows of as many
         more, only when a trigger fires. The manifest has a row with status ``fired`` and the reason each time, and there is a `CaptureWarning`. A trigger
-        whose condition goes on to hold from batch to batch has fired once. Everything has statistics then. Batches that the buffer has no room for
-        are given up, the oldest first; a warning says what ``buffer_bytes`` would hold them.
+        fires when its condition begins to hold for some tensor: one that goes on to hold from batch to batch has fired once, and so has one that spreads to
+        other tensors in the batch after. Everything has statistics then. Batches that the buffer has no room for
+        are given up, the oldest first; a warning says what ``buffer_bytes`` they need.
     when : NonFinite, GradientNorm, Raised, Signalled, callable, or iterable of these, optional
         What fires: any of these triggers, or a function of `Statistics` and `Where` that returns whether it does, called on the writer's thread. By default
         ``(NonFinite(), Raised())``. `Recorder.fire` does it by hand.
@@ -251,6 +252,7 @@ def record(
         raise OptionError(f"scaler: expected a torch.amp.GradScaler, got {scaler!r} of type {type(scaler).__name__}", option="scaler")
     triggers = _check_flight(last, when, on_full)
     agenda = Agenda(chosen, models, always_stats=last is not None)
+    check_can_hold(triggers, [("", "loss"), *((layer, kind) for layer in agenda.names for kind in agenda.kinds_of(layer))])
     description = {
         "kinds": list(agenda.kinds),
         "phases": sorted(agenda.phases),
@@ -566,10 +568,10 @@ class Recorder:
         RecorderClosedError
             After ``close()``.
         RecorderBusyError
-            From a signal handler in the middle of a capture.
+            From a signal handler in the middle of a capture, or from a trigger's function.
         """
         self._check_open()
-        self._stager.check_not_staging("flush()")
+        self._check_can_wait("flush()")
         if self._sink.is_active:
             try:
                 self._writer.flush()
@@ -591,6 +593,7 @@ class Recorder:
 
     def _close(self, error: BaseException | None) -> None:
         """Close; ``error`` is what ends the recording before its time."""
+        self._writer.check_elsewhere("close()")
         if self._is_closed:
             if os.getpid() == self._pid and not self._writer.has_ended:  # an interrupt broke off the first
                 self._writer.stop()
@@ -681,6 +684,11 @@ class Recorder:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RecorderClosedError(f"the recorder of {self.path} is closed; open the run with hookstore.open")
+
+    def _check_can_wait(self, call: str) -> None:
+        """Raise `RecorderBusyError` where ``call`` would wait for ever."""
+        self._writer.check_elsewhere(call)
+        self._stager.check_not_staging(call)
 
     def _disown(self) -> None:
         """Capture nothing in a forked child: the writer lives in the parent."""

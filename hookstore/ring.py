@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from hookstore.clock import Coordinates
 
 _MOST_WINDOWS = 64
+_MOST_LATE = 100  # batches by which a verdict may come too late, and still say what has left: a backward that comes long after its forward
 
 
 class Gap(NamedTuple):
@@ -75,7 +76,7 @@ class Ring:
         """Write what belongs to a trigger that fired in a batch, and return what is missing of it."""
         first, end = number - self._last + 1, number + self._last
         self._open_window(first, end)
-        too_late = [missing for missing in sorted(self._left) if first <= missing <= number]
+        too_late = [missing for missing in sorted(self._left) if first <= missing <= end]
         gaps = [
             Gap(self._left.pop(missing), "the trigger fired after the batch had left the flight recorder's ring") for missing in too_late
         ]
@@ -120,7 +121,7 @@ class Ring:
             self._left[number] = batch.coordinates
             for item, _ in batch.items:
                 self._release(item)
-        for number in [number for number in self._left if number < self.newest - 3 * self._last]:
+        for number in [number for number in self._left if number < self.newest - 3 * self._last - _MOST_LATE]:
             del self._left[number]
 
     def _open_window(self, first: int, end: int) -> None:

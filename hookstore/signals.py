@@ -112,18 +112,30 @@ class OnSignal:
 
     def __init__(self, number: int, tell: Callable[[str], None]) -> None:
         self._number = number
-        self._tell = tell
+        self._tell: Callable[[str], None] | None = tell
         self._pid = os.getpid()
         self._before: Any = signal.getsignal(number)
         signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        """Put the handler back that was there before, unless somebody has set another since."""
+        """Put the handler back that was there before, unless somebody has set another since; then, and outside the main thread, this one does nothing more."""
+        self._tell = None  # nor does it keep the recording alive
         if threading.current_thread() is threading.main_thread() and signal.getsignal(self._number) == self._handle:
-            signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
+            before = self._before_all_removed()
+            signal.signal(self._number, signal.SIG_DFL if before is None else before)
+
+    def _before_all_removed(self) -> Any:
+        """Return the handler before this one and those that have been removed: recordings may end in any order."""
+        before = self._before
+        while isinstance(of := getattr(before, "__self__", None), OnSignal) and of._tell is None:
+            before = of._before
+        return before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
+        if self._tell is not None and os.getpid() == self._pid:
             self._tell(signal.Signals(number).name)
         if callable(self._before):
             self._before(number, frame)
+        elif self._tell is None and self._before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

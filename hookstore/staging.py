@@ -735,6 +735,7 @@ class Stager:
             self._free.give_back(staged.offset, staged.num_bytes)
             self._outstanding.pop(staged, None)
             self._held.discard(staged)
+            self.wants_room = False  # who finds that this is not enough says so again: nothing is to be given up for room that there is
             if self.disk is not None and isinstance(staged, Region) and staged.disk_bytes:
                 text_bytes = staged.num_captures * _text_bytes(staged.array.spec.portion)
                 self.disk.settle(staged.disk_bytes, staged.written_bytes + text_bytes, staged.num_captures)

@@ -42,7 +42,7 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """Holds where a tensor has NaN or infinite elements.
+    """Holds where a tensor has NaN or infinite elements as it is stored: the part that is kept, after the cast, in which large numbers may become infinite.
 
     Parameters
     ----------
@@ -202,6 +202,28 @@ def check_when(when: Any, *, of_capture: bool) -> tuple[Trigger, ...]:
     if not triggers:
         raise OptionError("when: expected at least one trigger, got none", option="when")
     return triggers
+
+
+def check_can_hold(triggers: Iterable[Trigger], recorded: Iterable[tuple[str, str]]) -> None:
+    """Raise `OptionError` for a trigger that would wait for ever.
+
+    Parameters
+    ----------
+    triggers : iterable of Trigger
+        The triggers.
+    recorded : iterable of (str, str)
+        Layers and kinds that they are asked about.
+    """
+    recorded = list(recorded)
+    for trigger in triggers:
+        if isinstance(trigger, NonFinite | GradientNorm) and not any(trigger.chooses(layer, kind) for layer, kind in recorded):
+            layers = list(dict.fromkeys(repr(layer) for layer, kind in recorded if kind != "loss"))
+            kinds = ", ".join(dict.fromkeys(repr(kind) for _, kind in recorded))
+            raise OptionError(
+                f"when: {trigger} can never hold, since nothing is captured that it is about: there are {kinds}, of layers {', '.join(layers[:5])}"
+                f"{f' and {len(layers) - 5} more' if len(layers) > 5 else ''}; capture that too, or leave the trigger out",
+                option="when",
+            )
 
 
 def name_of(trigger: Trigger) -> str:

@@ -32,7 +32,7 @@ from hookstore.agenda import ONLY
 from hookstore.arrays import ArrayStore
 from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
-from hookstore.errors import RecorderClosedError
+from hookstore.errors import RecorderBusyError, RecorderClosedError
 from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
 from hookstore.flight import Event, Flight, row_of_batch
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
@@ -329,6 +329,13 @@ class Writer:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    def check_elsewhere(self, call: str) -> None:
+        """Raise `RecorderBusyError` on the writer's own thread, where the functions of triggers are called: ``call`` would wait there for itself."""
+        if threading.current_thread() is self._thread:
+            raise RecorderBusyError(
+                f"{call} was called by the function of a trigger, on the writer's thread: set a flag there and call it between steps"
+            )
+
     def _raise_failure(self) -> None:
         if self._stager.failure is not None:
             raise self._stager.failure
@@ -571,6 +578,7 @@ class Writer:
         shard.write_piece(memory, oversize.file_offset + piece.start)
         self._stager.release(piece)
         if piece.is_last:
+            self._flight.judge_draft(capture)
             self._stager.count_written(align(oversize.num_bytes + CRC_BYTES, PAGE_BYTES), oversize=oversize)
             shard.finish_pieces(
                 capture.array.spec.entries(where.epoch, where.batch, capture.call), oversize.file_offset, oversize.num_bytes

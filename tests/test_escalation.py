@@ -57,6 +57,17 @@ def test_full_tensors_are_stored_for_so_many_batches_after_the_condition_held_an
     opened.close()
 
 
+def test_a_tensor_larger_than_the_buffer_goes_on_to_be_judged_when_it_is_stored(tmp_path):
+    capture = Capture(layers=[""], when=lambda statistics, _where: statistics.max > 10)
+    model = nn.Identity()
+    with recording(model, tmp_path / "run", captures=capture, buffer_bytes=64 << 10) as recorder:
+        for number, value in enumerate([1, 20, 30, 40, 1, 1]):
+            recorder.at(epoch=0, batch=number)
+            model(torch.full((20_000,), float(value)))
+            recorder.flush()
+    assert full(tmp_path / "run") == [2, 3, 4]
+
+
 def test_batches_count_that_the_capture_is_due_in(tmp_path):
     run(tmp_path / "run", Capture(layers=[""], when=is_large, hold=2, every=3), [20, *[1] * 12])
     assert statuses(tmp_path / "run") == {0: "summarized", 3: "ok", 6: "ok", 9: "summarized", 12: "summarized"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from small import recording
 from torch import nn
 
 import hookstore
+from hookstore.judges import Onset
 from hookstore.ring import Gap, Ring
 from hookstore.triggers import GradientNorm, NonFinite, Raised, Signalled, Where
 
@@ -177,6 +180,47 @@ def test_what_goes_on_to_hold_has_fired_once_until_it_has_not_held(tmp_path):
     assert batches_on_disk(tmp_path / "run") == [5, 6, 15, 16]
 
 
+def test_what_always_holds_for_one_tensor_hides_no_other(tmp_path):
+    """A mask that is infinite in every batch, and a layer behind it that becomes NaN, and then all layers that come after an optimizer's step."""
+
+    class Masked(nn.Module):
+        def forward(self, inputs):
+            return inputs.masked_fill(torch.eye(5, 4, dtype=torch.bool), float("-inf"))
+
+    model = nn.Sequential(nn.Linear(4, 4), Masked(), nn.Softmax(-1), Poisoned([20, 21, 22, 30], size=4))
+    with recording(model, tmp_path / "run", layers="[0-3]", last=2) as recorder:
+        for number in range(40):
+            recorder.at(epoch=0, batch=number)
+            if number in (21, 22):
+                with torch.no_grad():
+                    model[0].bias.fill_(float("nan"))
+            model(batch_of(number))
+            with torch.no_grad():
+                model[0].bias.fill_(0.0)
+    assert fired(tmp_path / "run") == [
+        (0, "non-finite activation of layer '1': 0 NaN, 4 Inf, first at index (0, 0)"),
+        (20, "non-finite activation of layer '3': 1 NaN, 0 Inf, first at index (3, 2)"),
+        (30, "non-finite activation of layer '3': 1 NaN, 0 Inf, first at index (3, 2)"),
+    ]
+    assert batches_on_disk(tmp_path / "run") == [0, 1, 2, 19, 20, 21, 22, 29, 30, 31, 32]
+
+
+def test_an_onset_is_one_for_each_tensor_whatever_stands_between_its_batches():
+    def story(*steps):
+        onset, found = Onset(), []
+        for key, number, holds in steps:
+            if onset.is_news((key,), number, holds=holds):
+                found.append((key, number, onset.fires(number)))
+        return found
+
+    assert story(("a", 0, True), ("a", 1, True), ("b", 5, True), ("a", 6, True)) == [("a", 0, True), ("b", 5, True)]
+    assert story(("a", 0, True), ("a", 1, False), ("a", 1, True), ("a", 2, False), ("a", 2, True)) == [("a", 0, True)]
+    assert story(("a", 0, True), ("a", 1, False), ("a", 2, True), ("a", 3, True)) == [("a", 0, True), ("a", 2, True)]
+    assert story(("a", 0, True), ("a", 1, False), ("a", 2, False), ("a", 3, True)) == [("a", 0, True), ("a", 3, True)]
+    assert story(("a", 0, True), ("b", 0, True), ("b", 1, True), ("c", 1, True)) == [("a", 0, True), ("b", 0, False), ("c", 1, False)]
+    assert story(("a", 4, True), ("a", 3, True), ("a", 5, True)) == [("a", 4, True)]
+
+
 def test_the_first_capture_in_time_is_named_whatever_order_the_writer_has_them_in(tmp_path):
     """The first layer's captures wait for more in their region, those of the second are large and come at once."""
     model = nn.Sequential(Poisoned([3], index=(1, 2), size=4), nn.Linear(4, 40_000))
@@ -236,6 +280,21 @@ def test_a_verdict_that_comes_too_late_says_which_batches_had_left(tmp_path):
     assert {row["reason"] for row in dropped} == {"the trigger fired after the batch had left the flight recorder's ring"}
 
 
+def test_a_backward_that_comes_long_after_says_what_had_left_before_and_after_its_batch(tmp_path):
+    model = nn.Linear(2, 2)
+    late = []
+    with recording(model, tmp_path / "run", layers=[""], kinds=["activation", "gradient"], last=1) as recorder:
+        for number in range(20):
+            recorder.at(epoch=0, batch=number)
+            late.append(model(torch.ones(2)))
+            if number >= 5:
+                late.pop(0).backward(torch.full((2,), float("inf") if number == 15 else 1.0))
+    assert [batch for batch, _ in fired(tmp_path / "run")] == [10]
+    assert batches_on_disk(tmp_path / "run", kind="activation") == []
+    assert batches_on_disk(tmp_path / "run", kind="gradient") == [10, 11]
+    assert [row["batch"] for row in rows(tmp_path / "run", status="dropped")] == [10, 11]
+
+
 def test_phases_and_epochs_count_by_time(tmp_path):
     model = model_of([8])
     with recording(model, tmp_path / "run", layers="2", phases=["train", "eval"], last=3) as recorder:
@@ -258,6 +317,22 @@ def test_the_automatic_clock_moves_the_ring(tmp_path):
         for number in range(12):
             model(batch_of(number))
     assert batches_on_disk(tmp_path / "run") == [5, 6, 7, 8]
+
+
+def test_gradients_of_a_compiled_model_are_in_the_batch_of_their_forward(tmp_path):
+    """What the graph keeps for the backward are numbers, of which the batch is made anew."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend="eager")
+    late = []
+    with recording(compiled, tmp_path / "run", layers=["0", "1"], kinds=["activation", "gradient"], last=3) as recorder:
+        for number in range(16):
+            recorder.at(epoch=0, batch=number)
+            late.append(compiled(batch_of(number) * (float("inf") if number == 8 else 1.0)).sum())
+            if number:
+                late.pop(0).backward()
+    assert [batch for batch, _ in fired(tmp_path / "run")] == [8]
+    for kind in ("activation", "gradient"):
+        assert batches_on_disk(tmp_path / "run", kind=kind, layer="0") == [*range(6, 12)]
 
 
 def test_layers_with_many_calls_are_whole(tmp_path):
@@ -293,7 +368,7 @@ def test_a_loss_that_is_not_finite_fires(tmp_path):
 def test_non_finite_looks_at_the_kinds_and_layers_that_it_was_given(tmp_path):
     for number, (trigger, fires) in enumerate(
         (
-            (NonFinite(kinds="gradient"), False),
+            (NonFinite(kinds="parameter"), False),
             (NonFinite(layers="3"), True),
             (NonFinite(layers=["0", "1"]), False),
             (NonFinite(kinds=["activation"], layers="[23]*"), True),
@@ -301,7 +376,7 @@ def test_non_finite_looks_at_the_kinds_and_layers_that_it_was_given(tmp_path):
     ):
         model = model_of([4])
         path = tmp_path / f"run{number}"
-        with recording(model, path, last=1, when=trigger) as recorder:
+        with recording(model, path, kinds=["activation", "parameter"], last=1, when=trigger) as recorder:
             train(model, range(8), recorder)
         assert bool(fired(path)) == fires, trigger
 
@@ -381,6 +456,20 @@ def test_a_function_that_raises_is_told_of_once_and_taken_for_false(tmp_path):
     assert rows(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_a_function_that_waits_for_the_writer_is_told_that_it_is_on_its_thread(tmp_path, call):
+    model = nn.Identity()
+
+    def waits(_statistics, _where):
+        getattr(recorder, call)()
+        return True
+
+    with pytest.warns(hookstore.CaptureWarning, match=rf"raised RecorderBusyError: {call}\(\) was called by the function of a trigger"):  # noqa: SIM117
+        with recording(model, tmp_path / "run", layers=[""], last=1, when=waits) as recorder:
+            model(torch.ones(2))
+            recorder.flush()
+
+
 def test_an_exception_that_ends_the_recording_fires(tmp_path):
     model = model_of()
     with pytest.raises(ValueError, match="late"), recording(model, tmp_path / "run", layers="2", last=3) as recorder:
@@ -455,6 +544,32 @@ def test_a_handler_that_somebody_has_set_since_stays(tmp_path):
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_recorders_that_fire_at_one_signal_may_be_closed_in_any_order(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    recorders = [recording(model_of(), tmp_path / str(number), last=1, when=Signalled()) for number in range(3)]
+    for number in (1, 0, 2):
+        recorders[number].close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_handler_that_another_thread_could_not_take_away_keeps_nothing_alive(tmp_path):
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: called.append("before"))
+    try:
+        recorder = recording(model_of(), tmp_path / "run", last=1, when=Signalled())
+        closes = threading.Thread(target=recorder.close)
+        closes.start()
+        closes.join()
+        alive = weakref.ref(recorder)
+        del recorder, closes
+        gc.collect()
+        assert alive() is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert called == ["before"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_firing_by_hand_needs_a_flight_recorder(tmp_path):
     with recording(model_of(), tmp_path / "run") as recorder, pytest.raises(hookstore.OptionError, match=r"record\(…, last=5\) makes one"):
         recorder.fire("now")
@@ -476,7 +591,8 @@ def test_batches_that_find_no_room_are_given_up_from_the_oldest_on_and_training_
     inputs = torch.ones(5, 4)
     with (
         pytest.warns(
-            hookstore.CaptureWarning, match=r"holds [12] whole batches of the 6 that last= asks for.*buffer_bytes=[\d,]+ would hold all"
+            hookstore.CaptureWarning,
+            match=r"holds [0-2] whole batches of the 6 that last= asks for.*all need a buffer_bytes of 327,680 or more",
         ),
         recording(model, tmp_path / "run", layers=[""], last=6, buffer_bytes=128 << 10) as recorder,
     ):
@@ -489,6 +605,17 @@ def test_batches_that_find_no_room_are_given_up_from_the_oldest_on_and_training_
     assert [row["batch"] for row in dropped] == sorted({*range(10, 16)} - {*on_disk})
     assert dropped
     assert all("given up: the staging buffer was full" in row["reason"] for row in dropped)
+
+
+def test_nothing_is_given_up_where_there_is_room_for_all_as_soon_as_the_writer_comes_to_it(tmp_path):
+    """Five batches of three pages are 60 kB: four in the ring, and the one that comes, which waits for the oldest to leave."""
+    model = nn.Identity()
+    with recording(model, tmp_path / "run", layers=[""], last=3, buffer_bytes=64 << 10) as recorder:
+        for number in range(200):
+            recorder.at(epoch=0, batch=number)
+            model(torch.full((3000,), float(number)))
+        recorder.fire("now")
+    assert batches_on_disk(tmp_path / "run") == [197, 198, 199]
 
 
 def test_a_batch_larger_than_the_buffer_does_not_stop_training(tmp_path):
@@ -710,6 +837,12 @@ def test_it_refuses_what_makes_no_sense(tmp_path):
         ({"last": 2, "when": []}, "at least one trigger"),
         ({"last": 2, "when": 3}, "or several of these, got 3"),
         ({"last": 2, "when": NonFinite}, r"write NonFinite\(\)"),
+        (
+            {"last": 2, "when": GradientNorm()},
+            r"GradientNorm\(\) can never hold.*there are 'loss', 'activation', of layers '0', '1', '2.inner', '3'",
+        ),
+        ({"last": 2, "when": NonFinite(layers="fc*")}, r"NonFinite\(layers=\('fc\*',\)\) can never hold"),
+        ({"captures": hookstore.Capture(when=NonFinite(kinds="loss"))}, "can never hold.*there are 'activation'"),
         ({"last": 2, "when": Signalled(signal.SIGTERM)}, "SIGTERM has no handler.*on_sigterm='flush'"),
         ({"last": 2, "when": Signalled(signal.SIGHUP)}, "SIGHUP has no handler"),
     ):
