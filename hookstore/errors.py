@@ -8,7 +8,7 @@
     │   └── ClockError                              coordinates that are negative, not whole, or out of turn
     ├── UnsupportedModelError (TypeError)           a model or device that cannot be hooked
     ├── RecorderClosedError   (RuntimeError)        a call on a recorder that is closed
-    ├── RecorderBusyError     (RuntimeError)        a call from a signal handler in the middle of a capture
+    ├── RecorderBusyError     (RuntimeError)        a call that would wait for itself: in a signal handler, or a trigger's function
     ├── RunLockedError        (RuntimeError)        writing to a run that another process writes to
     ├── RunExistsError        (FileExistsError)     recording into a directory that holds something
     ├── NotARunError          (FileNotFoundError)   opening what is no run
@@ -81,7 +81,7 @@ class RecorderClosedError(HookstoreError, RuntimeError):
 
 
 class RecorderBusyError(HookstoreError, RuntimeError):
-    """A call that would wait for the very capture that it interrupts, as from a signal handler."""
+    """A call that would wait for itself: for the capture that it interrupts, as from a signal handler, or, in a trigger's function, for the writer."""
 
 
 class RunExistsError(HookstoreError, FileExistsError):
@@ -217,3 +217,12 @@ class CorruptRunError(HookstoreError, OSError):
 
 class CaptureWarning(UserWarning):
     """A capture was dropped or skipped, and its manifest row says why; or there are several where one was asked for."""
+
+
+_MOST_TEXT = 200
+
+
+def name_error(error: BaseException) -> str:
+    """Return the type of an exception and the beginning of what it says, if it says anything."""
+    text = str(error)[:_MOST_TEXT]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -24,6 +24,7 @@ from torch.fx import _symbolic_trace
 from torch.utils.hooks import RemovableHandle
 
 from hookstore.compiled import Taps, trace_begin, trace_end
+from hookstore.errors import name_error
 from hookstore.layout import Call
 from hookstore.nested import Plan, flatten, flatten_arguments, type_name
 from hookstore.recomputation import recall, remember
@@ -391,8 +392,8 @@ def has_raised() -> bool:
 
 def describe_error() -> str:
     """Name the exception that is being handled."""
-    kind, error, _ = sys.exc_info()
-    return "an exception" if kind is None else f"{kind.__name__}: {error}"[:200]
+    error = sys.exc_info()[1]
+    return "an exception" if error is None else name_error(error)
 
 
 class _PreHook(InertCopy):

@@ -35,6 +35,7 @@ from hookstore.errors import (
     RecorderClosedError,
     RunExistsError,
     RunLockedError,
+    name_error,
 )
 from hookstore.files import DiskBudget, list_names, sync_directory, system, write_atomically
 from hookstore.flight import Event
@@ -72,7 +73,6 @@ Item = TypeVar("Item")
 _LEAST_BUFFER_BYTES = 64 << 10
 _DEVICE_RING_BYTES = 256 << 20
 _MOST_BATCHES = 100_000
-_MOST_REASON = 200
 
 _ACTIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -609,7 +609,7 @@ class Recorder:
             handler.remove()
         if error is not None and error is not self._handled:
             if self._fires_when_raised and not _is_regular_exit(error):
-                self._fire(f"{type(error).__name__}: {error}"[:_MOST_REASON] + " ended the recording", is_exception=True)
+                self._fire(f"{name_error(error)} ended the recording", is_exception=True)
             self._sink.mark_partial(f"{type(error).__name__} ended the recording in this batch; captures of it may be missing")
         try:
             self._tell_uncalled_layers(is_cut_short=error is not None and error is not self._handled)

@@ -173,7 +173,7 @@ Trigger = Condition | Raised | Signalled
 
 
 def check_when(when: Any, *, of_capture: bool) -> tuple[Trigger, ...]:
-    """Return the option ``when`` as a tuple.
+    """Return the option ``when`` as a tuple, each trigger once.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ def check_when(when: Any, *, of_capture: bool) -> tuple[Trigger, ...]:
             raise OptionError(f"when: {trigger} says nothing about a layer; it is for record(…, last=, when=)", option="when")
     if not triggers:
         raise OptionError("when: expected at least one trigger, got none", option="when")
-    return triggers
+    return tuple(trigger for position, trigger in enumerate(triggers) if trigger not in triggers[:position])
 
 
 def check_can_hold(triggers: Iterable[Trigger], recorded: Iterable[tuple[str, str]]) -> None:

@@ -32,7 +32,7 @@ from hookstore.agenda import ONLY
 from hookstore.arrays import ArrayStore
 from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
-from hookstore.errors import RecorderBusyError, RecorderClosedError
+from hookstore.errors import RecorderBusyError, RecorderClosedError, name_error
 from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
 from hookstore.flight import Event, Flight, row_of_batch
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
@@ -48,7 +48,6 @@ from hookstore.statistics import divided
 from hookstore.triggers import Raised, Trigger
 
 _POLL_S = 0.1
-_MOST_REASON = 200
 _ITEMS_PER_TURN = 64
 _REGION_AGE_S = 0.5  # with two polls and a write this keeps captures acknowledged within a second
 _ROWS_AGE_S = 0.1  # a journal frame costs the same for one row and for many
@@ -676,7 +675,7 @@ class Writer:
         if self._fires_when_raised and error is not None:
             number, newest = self._stager.newest
             where = batches[-1] if batches else newest
-            reason = f"{type(error).__name__}: {error}"[:_MOST_REASON] + " ended the process"
+            reason = f"{name_error(error)} ended the process"
             self._flight.take_event(Event(reason, number, where, step, is_exception=True))
         reason = "the process ended without closing the recorder; captures of this batch may be missing"
         for where in batches:

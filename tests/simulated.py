@@ -367,12 +367,22 @@ class PoisonedDevice(StreamDevice):
             self._blocks.check()
 
 
+class PoisonedStructures(list[str]):
+    """Structures by their numbers; raises `CorruptionError` for a number that is none: it was read where the poison is."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise CorruptionError(f"a note says structure {number:#x}, of {len(self)}")
+        return super().__getitem__(number)
+
+
 class PoisonedStager(Stager):
     """`Stager` with a poisoned arena."""
 
     def __init__(self, arena: torch.Tensor, *arguments: Any, **options: Any) -> None:
         super().__init__(arena, *arguments, **options)
         self._free = PoisonedFreeList(arena, PAGE_BYTES)
+        self.structures = PoisonedStructures(self.structures)
 
     def check(self) -> None:
         """Raise unless the arena is empty, and as it was given back."""

@@ -480,6 +480,14 @@ def test_an_exception_that_ends_the_recording_fires(tmp_path):
     assert [row["batch"] for row in rows(tmp_path / "run", status="partial")] == [9]
 
 
+def test_an_interrupt_that_says_nothing_is_named(tmp_path):
+    model = model_of()
+    with pytest.raises(KeyboardInterrupt), recording(model, tmp_path / "run", layers="2", last=2) as recorder:
+        train(model, range(4), recorder)
+        raise KeyboardInterrupt
+    assert fired(tmp_path / "run") == [(3, "KeyboardInterrupt ended the recording")]
+
+
 @pytest.mark.parametrize(("error", "fires"), [(KeyboardInterrupt(), True), (SystemExit(1), True), (SystemExit(0), False)])
 def test_ctrl_c_and_a_bad_exit_fire_and_a_good_exit_does_not(tmp_path, error, fires):
     model = model_of()
@@ -522,7 +530,7 @@ def test_a_signal_fires_and_the_handler_before_has_its_turn(tmp_path):
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         model = model_of()
-        with recording(model, tmp_path / "run", layers="2", last=2, when=Signalled()) as recorder:
+        with recording(model, tmp_path / "run", layers="2", last=2, when=[Signalled(), Signalled()]) as recorder:
             train(model, range(6), recorder)
             signal.raise_signal(signal.SIGUSR1)
             train(model, range(6, 12), recorder)
