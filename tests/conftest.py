@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def _one_thread():
 def _no_syncs(monkeypatch):
     """These runs have thousands of arrays and are about values: waiting for the disk would take longer than all the rest."""
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+@pytest.fixture(name="new_compiler")
+def _new_compiler():
+    """Nothing is compiled before or left after, nor is the compiler set otherwise by what other tests have left to be collected.
+
+    The compiler looks at the gradient of whatever it is given.
+    """
+    gc.collect()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+    torch._dynamo.reset()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each of a few processes has a core

@@ -902,8 +902,9 @@ class Worker:
             if not self._answer(120.0):
                 raise RuntimeError(f"a worker does not start: {self._last_words()}")
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{number}\n".encode())
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has crashed between two numbers: there is no answer
+            self._process.stdin.write(f"{number}\n".encode())
+            self._process.stdin.flush()
         answer = self._answer(MUTANT_TIMEOUT_S)
         if answer is not None:
             return answer

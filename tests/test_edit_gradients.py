@@ -12,7 +12,6 @@ import pickle
 import shutil
 import threading
 import types
-import warnings
 import weakref
 
 import pytest
@@ -1213,17 +1212,6 @@ def test_a_domain_adversarial_training_needs_the_reversal():
 
 
 # Compiled models --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(name="new_compiler")
-def _new_compiler():
-    """Nothing is compiled before or left after; the compiler looks at the gradient of whatever it is given."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
-    assert torch._dynamo.config.skip_nnmodule_hook_guards
 
 
 class Middle(nn.Module):

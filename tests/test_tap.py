@@ -595,6 +595,7 @@ def test_a_module_that_takes_anothers_place_is_tapped():
         assert taps["0"].activation.item() == 3.0
 
 
+@pytest.mark.usefixtures("new_compiler")
 def test_compiled_models_are_refused_by_name():
     model = nn.Sequential(nn.Sequential(linear([1.0])))
     with pytest.raises(hookstore.UnsupportedModelError, match="module '0' is compiled: a compiled graph has no live tensors"):
