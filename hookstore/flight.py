@@ -17,8 +17,8 @@ import numpy as np
 from hookstore.agenda import Choice
 from hookstore.clock import Coordinates
 from hookstore.files import DiskBudgetSpent
-from hookstore.format import SCALED_KINDS
-from hookstore.judges import Evidence, Judge, Onset, Panel, judges_of
+from hookstore.format import SCALED_KINDS, ArraySpec
+from hookstore.judges import Evidence, Judge, Onset, Panel, Verdict, judges_of, keys_of
 from hookstore.layout import Draft
 from hookstore.regions import NOTE_DTYPE, is_surely_finite, numbers_of_slot, region_statistics
 from hookstore.ring import Ring
@@ -122,9 +122,7 @@ class Flight:
         if self._may_hold(panel, prepared):
             self._judge(panel, self._evidence_of(prepared), region.number, region.coordinates)
         else:
-            for position, _ in panel.triggers:
-                key = (array.spec.phase, array.spec.layer, array.spec.kind, array.spec.leaf, array.spec.portion)
-                self._onsets[position].is_news(key, region.number, holds=False)
+            self._note_that_none_holds(panel, prepared)
         if self._ring is None:
             self._write(prepared)
             return
@@ -222,26 +220,43 @@ class Flight:
         def numbers_of(position: int) -> np.ndarray[Any, Any] | None:
             return numbers_of_slot(region, int(prepared.slots[position]), notes[position], self._stager.memory)
 
-        return Evidence(spec.phase, spec.layer, spec.kind, spec.leaf, spec.portion, statistics, notes, numbers_of)
+        return Evidence(*_key_of(spec), statistics, notes, numbers_of)
 
     def _judge(self, panel: Panel, evidence: Evidence, number: int, where: Coordinates) -> None:
         for choice, judges in panel.conditions:
             verdicts = [judge.judge(evidence) for judge in judges]  # each: a running median must see everything
-            if any(verdict is not None for verdict in verdicts):
+            if any(verdicts):
                 choice.is_called_for = True
-        for position, judge in panel.triggers:
-            verdict = judge.judge(evidence)
-            is_news = self._onsets[position].is_news(evidence.key, number, holds=verdict is not None)
-            if verdict is None or not is_news:
+        keys = keys_of(evidence.key, evidence.notes) if panel.triggers else []
+        for trigger, judge in panel.triggers:
+            onset = self._onsets[trigger]
+            found = {verdict.position: verdict for verdict in judge.judge(evidence)}
+            if not found and onset.is_idle:
                 continue
-            note = evidence.notes[verdict.position]
-            firing = _Firing(number, where, int(note["step"]), int(note["wall_time"]), verdict.reason)
-            earlier = self._firings.get((position, number))
-            is_first = self._onsets[position].fires(number)
-            if earlier is None and is_first:
-                self._fire(position, firing)
-            elif earlier is not None and firing.wall_time < earlier.wall_time:
-                self._firings[position, number] = firing
+            for position, key in enumerate(keys):
+                verdict = found.get(position)
+                if onset.is_news(key, number, holds=verdict is not None) and verdict is not None:
+                    self._begin(trigger, verdict, evidence, number, where)
+
+    def _note_that_none_holds(self, panel: Panel, prepared: Prepared) -> None:
+        region = prepared.region
+        for onset in [self._onsets[trigger] for trigger, _ in panel.triggers if not self._onsets[trigger].is_idle]:
+            for key in keys_of(_key_of(region.array.spec), prepared.notes):
+                onset.is_news(key, region.number, holds=False)
+
+    def _begin(self, trigger: int, verdict: Verdict, evidence: Evidence, number: int, where: Coordinates) -> None:
+        """Fire where a condition begins to hold. Of what begins in the same batch, the row of the manifest tells of the first in time."""
+        note = evidence.notes[verdict.position]
+        wall_time = int(note["wall_time"])
+        earlier = self._firings.get((trigger, number))
+        fires = self._onsets[trigger].fires(number)
+        if not fires and (earlier is None or wall_time >= earlier.wall_time):
+            return
+        firing = _Firing(number, where, int(note["step"]), wall_time, verdict.reason())
+        if fires:
+            self._fire(trigger, firing)
+        else:
+            self._firings[trigger, number] = firing
 
     def _fire(self, trigger: int, firing: _Firing) -> None:
         if self._ring is None or self._is_spent:
@@ -295,6 +310,10 @@ def _evidence_of_draft(draft: Draft) -> Evidence:
     assert draft.statistics is not None
     statistics = divided(draft.statistics, np.float64(draft.scale))
     return Evidence(where.phase, draft.layer, draft.kind, draft.leaf, draft.take.text, statistics, notes, lambda _: None)
+
+
+def _key_of(spec: ArraySpec) -> tuple[str, str, str, str, str]:
+    return spec.phase, spec.layer, spec.kind, spec.leaf, spec.portion
 
 
 def row_of_batch(where: Coordinates, step: int, wall_time: int, status: str, reason: str) -> Draft:

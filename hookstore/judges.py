@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ class Evidence:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells them from other captures of the same batch."""
+        """What tells them from captures of other tensors."""
         return self.phase, self.layer, self.kind, self.leaf, self.portion
 
     def describe(self, position: int) -> str:
@@ -60,10 +61,10 @@ class Evidence:
 
 
 class Verdict(NamedTuple):
-    """The first of some captures for which a condition holds, and what is to be said of it."""
+    """One of some captures, for which a condition holds, and what gives the words for it: finding them takes time."""
 
     position: int
-    reason: str
+    reason: Callable[[], str]
 
 
 class Judge(Protocol):
@@ -80,8 +81,8 @@ class Judge(Protocol):
     def chooses(self, layer: str, kind: str) -> bool:
         """Say whether it can hold for tensors of a kind of a layer."""
 
-    def judge(self, evidence: Evidence) -> Verdict | None:
-        """Return the first capture for which it does, or ``None``."""
+    def judge(self, evidence: Evidence) -> list[Verdict]:
+        """Return for which captures it does, in their order."""
 
 
 class NonFiniteJudge:
@@ -92,18 +93,15 @@ class NonFiniteJudge:
         self.chooses = trigger.chooses
         self._trigger = trigger
 
-    def judge(self, evidence: Evidence) -> Verdict | None:
+    def judge(self, evidence: Evidence) -> list[Verdict]:
         """See `Judge`."""
         statistics = evidence.statistics
         is_bad = (statistics["nan"] > 0) | (statistics["inf"] > 0)
         if not self._trigger.scaled_gradients and evidence.kind in SCALED_KINDS:
             is_bad &= np.isnan(evidence.notes["scale"])
-        if not is_bad.any():
-            return None
-        position = int(is_bad.argmax())
-        num_nan, num_inf = statistics["nan"][position], statistics["inf"][position]
-        where = _first_non_finite(evidence.numbers_of(position))
-        return Verdict(position, f"non-finite {evidence.describe(position)}: {num_nan} NaN, {num_inf} Inf{where}")
+        return [
+            Verdict(position, functools.partial(_describe_non_finite, evidence, position)) for position in np.flatnonzero(is_bad).tolist()
+        ]
 
 
 class GradientNormJudge:
@@ -115,22 +113,22 @@ class GradientNormJudge:
         self._trigger = trigger
         self._norms: dict[tuple[str, ...], _Window] = {}
 
-    def judge(self, evidence: Evidence) -> Verdict | None:
+    def judge(self, evidence: Evidence) -> list[Verdict]:
         """See `Judge`."""
         trigger = self._trigger
         window = self._norms.get(evidence.key)
         if window is None:
             window = self._norms[evidence.key] = _Window(trigger.window)
-        verdict = None
+        verdicts = []
         statistics = evidence.statistics
         is_whole = (statistics["nan"] == 0) & (statistics["inf"] == 0)
         for position in np.flatnonzero(is_whole).tolist():
             norm = float(statistics["l2"][position])
-            if len(window) >= trigger.num_first and verdict is None and norm > trigger.times * window.median > 0:
+            if len(window) >= trigger.num_first and norm > trigger.times * window.median > 0:
                 reason = f"{evidence.describe(position)}: its norm {norm:.4g} is above {trigger.times:g} × {window.median:.4g}, the median of its "
-                verdict = Verdict(position, f"{reason}last {len(window)}")
+                verdicts.append(Verdict(position, f"{reason}last {len(window)}".__str__))
             window.add(norm)
-        return verdict
+        return verdicts
 
 
 class FunctionJudge:
@@ -155,8 +153,9 @@ class FunctionJudge:
         """See `Judge`."""
         return kind != "annotation"
 
-    def judge(self, evidence: Evidence) -> Verdict | None:
+    def judge(self, evidence: Evidence) -> list[Verdict]:
         """See `Judge`."""
+        verdicts = []
         for position, (record, note) in enumerate(zip(evidence.statistics, evidence.notes, strict=True)):
             epoch, batch, call, backward = (int(note[name]) for name in ("epoch", "batch", "call", "backward"))
             where = Where(evidence.phase, epoch, batch, call, backward, evidence.layer, evidence.kind, evidence.leaf)
@@ -170,8 +169,8 @@ class FunctionJudge:
                     )
                 holds = False
             if holds:
-                return Verdict(position, f"{self._name} holds for {evidence.describe(position)}")
-        return None
+                verdicts.append(Verdict(position, f"{self._name} holds for {evidence.describe(position)}".__str__))
+        return verdicts
 
 
 class _Window:
@@ -204,43 +203,59 @@ class _Window:
         bisect.insort(self._in_order, value)
 
 
+Key = tuple[str | int, ...]
+
+
 class Onset:
     """Says where a condition begins to hold.
 
-    It is followed for each tensor by itself, from one of its batches to the next: a mask that is infinite in every batch must not hide the activation that
-    becomes NaN. What spreads to other tensors in the next batch began in the batch before.
+    It is followed for each tensor by itself (of each call), from one of its batches to the next: a mask that is infinite in every batch must not hide the
+    activation that becomes NaN. What begins in the batch after one that fired is taken for its spread.
     """
 
     def __init__(self) -> None:
-        self._held_in: dict[tuple[str, ...], int] = {}  # the last batch, for each tensor for which it holds
-        self._missed_in: dict[tuple[str, ...], int] = {}  # the batch after that, as long as it has not held there
-        self._begun_in: set[int] = set()
+        self._held_in: dict[Key, int] = {}  # the last batch, for each tensor for which it holds
+        self._missed_in: dict[Key, int] = {}  # the first batch after that in which it did not
+        self._fired_in: set[int] = set()
 
-    def is_news(self, key: tuple[str, ...], number: int, *, holds: bool) -> bool:
-        """Note whether it holds for a tensor in a batch (of which there may be several calls), and say whether it has begun to."""
-        held_in, missed_in = self._held_in.get(key), self._missed_in.get(key, number)
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds for no tensor."""
+        return not self._held_in
+
+    def is_news(self, key: Key, number: int, *, holds: bool) -> bool:
+        """Note whether it holds for a tensor in a batch, and say whether it has begun to; gradients may come out of the order of batches."""
+        held_in, missed_in = self._held_in.get(key), self._missed_in.get(key)
         if holds:
-            if held_in is None or held_in < number:
-                self._held_in[key] = number
-                self._missed_in.pop(key, None)
-            return held_in is None or missed_in < number
-        if held_in is not None and held_in < number:
-            if missed_in < number:
+            if held_in is not None and number <= held_in:
+                return False
+            self._held_in[key] = number
+            if missed_in is not None and missed_in <= number:
+                del self._missed_in[key]
+            return held_in is None or (missed_in is not None and missed_in < number)
+        if held_in is not None and number > held_in:
+            if missed_in is not None and number > missed_in:
                 del self._held_in[key], self._missed_in[key]
             else:
                 self._missed_in[key] = number
         return False
 
     def fires(self, number: int) -> bool:
-        """Say whether what begins in a batch is the first there, and nothing began in the batch before."""
-        is_first = self._begun_in.isdisjoint((number, number - 1))
-        self._begun_in.add(number)
-        if len(self._begun_in) > _MOST_BEGUN:
-            self._begun_in = set(sorted(self._begun_in)[_MOST_BEGUN // 2 :])
-        return is_first
+        """Say whether what begins in a batch fires: not where it has fired there already, or in the batch before."""
+        if not self._fired_in.isdisjoint((number, number - 1)):
+            return False
+        self._fired_in.add(number)
+        if len(self._fired_in) > _MOST_FIRED:
+            self._fired_in = set(sorted(self._fired_in)[_MOST_FIRED // 2 :])
+        return True
 
 
-_MOST_BEGUN = 1024
+_MOST_FIRED = 1024
+
+
+def keys_of(key: tuple[str, ...], notes: np.ndarray[Any, Any]) -> list[Key]:
+    """Return what tells each of some captures from others of the same batch."""
+    return [(*key, call, backward) for call, backward in zip(notes["call"].tolist(), notes["backward"].tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +303,12 @@ def judges_of(triggers: tuple[Trigger, ...], tell: Callable[[str], None]) -> lis
         elif not isinstance(trigger, Raised | Signalled):
             judges.append(FunctionJudge(trigger, tell))
     return judges
+
+
+def _describe_non_finite(evidence: Evidence, position: int) -> str:
+    num_nan, num_inf = evidence.statistics["nan"][position], evidence.statistics["inf"][position]
+    where = _first_non_finite(evidence.numbers_of(position))
+    return f"non-finite {evidence.describe(position)}: {num_nan} NaN, {num_inf} Inf{where}"
 
 
 def _first_non_finite(numbers: np.ndarray[Any, Any] | None) -> str:

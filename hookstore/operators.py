@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hookstore.agenda import Due
 from hookstore.clock import Coordinates
 from hookstore.format import PHASES
 from hookstore.layout import Call
@@ -74,10 +75,16 @@ _REENTRANT = (
 
 _NUM_CALL = 9  # numbers that a call is: phase, epoch, batch, number, step, sequence_nr, structure, due, coordinates
 
-# The coordinates that calls were filed under, as long as somebody keeps them: what tells batches apart by them must find a gradient in that of its forward.
+# The coordinates that calls were filed under: what tells batches apart by them must find a gradient in that of its forward.
 _coordinates: weakref.WeakValueDictionary[int, Coordinates] = weakref.WeakValueDictionary()
 _numbers_of: weakref.WeakKeyDictionary[Coordinates, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
+
+
+class _CallNumbers(np.ndarray[Any, np.dtype[np.int64]]):
+    """The numbers that a call is, which keep its coordinates: as long as a tensor lives in this memory, a gradient may come for the call."""
+
+    coordinates: Coordinates
 
 
 def _number_of(here: Coordinates) -> int:
@@ -86,6 +93,15 @@ def _number_of(here: Coordinates) -> int:
         number = _numbers_of[here] = next(_next_number)
         _coordinates[number] = here
     return number
+
+
+def _coordinates_of(number: int, phase: str, epoch: int, batch: int, due: Due | None) -> Coordinates:
+    """Return the coordinates of a number; those of a copy of a call's tensor may be gone, and are made anew, once for all layers."""
+    here = _coordinates.get(number)
+    if here is None:
+        here = _coordinates[number] = Coordinates(phase, epoch, batch, due)
+        _numbers_of[here] = number
+    return here
 
 
 def _run_tick(_after: object, number: int, is_watched: bool) -> torch.Tensor:  # noqa: FBT001
@@ -137,10 +153,10 @@ def _run_end_watched(_after: object, values: Sequence[torch.Tensor], number: int
     with _undisturbed():
         if _graph_task() != -1:
             return torch.from_numpy(_numbers_again(layer, number, plan))
-        numbers = _no_call(plan)
+        numbers = _no_call(plan).view(_CallNumbers)
         call = None if layer is None else _end(layer, values, plan)
         if call is not None:
-            here = call.coordinates
+            here = numbers.coordinates = call.coordinates
             where = (PHASES.index(here.phase), here.epoch, here.batch)
             due = -1 if here.due is None else here.due.number
             numbers[:_NUM_CALL] = (*where, call.number, call.step, call.sequence_nr, call.structure, due, _number_of(here))
@@ -243,7 +259,7 @@ def _call_of(numbers: Numbers, layer: Tapped) -> Call:
     dues = layer.sink.clock.agenda.dues
     due = dues[number] if 0 <= number < len(dues) else None
     of_layer = None if due is None else due.layers.get(layer.name)
-    here = _coordinates.get(of_coordinates) or Coordinates(PHASES[phase], epoch, batch, due)
+    here = _coordinates_of(of_coordinates, PHASES[phase], epoch, batch, due)
     return Call(here, call, step, sequence_nr, structure, due=of_layer)
 
 

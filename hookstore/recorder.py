@@ -176,8 +176,8 @@ def record(
     last : int, optional
         Make a flight recorder of it: what is recorded of the last so many batches is kept in the staging buffer, and written, with what follows of as many
         more, only when a trigger fires. The manifest has a row with status ``fired`` and the reason each time, and there is a `CaptureWarning`. A trigger
-        fires when its condition begins to hold for some tensor: one that goes on to hold from batch to batch has fired once, and so has one that spreads to
-        other tensors in the batch after. Everything has statistics then. Batches that the buffer has no room for
+        fires when its condition begins to hold for some tensor (of some call): one that goes on to hold from batch to batch has fired once, and what begins
+        in the batch after one that fired does not fire again. Everything has statistics then. Batches that the buffer has no room for
         are given up, the oldest first; a warning says what ``buffer_bytes`` they need.
     when : NonFinite, GradientNorm, Raised, Signalled, callable, or iterable of these, optional
         What fires: any of these triggers, or a function of `Statistics` and `Where` that returns whether it does, called on the writer's thread. By default

@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from small import recording
@@ -219,6 +220,46 @@ def test_an_onset_is_one_for_each_tensor_whatever_stands_between_its_batches():
     assert story(("a", 0, True), ("a", 1, False), ("a", 2, False), ("a", 3, True)) == [("a", 0, True), ("a", 3, True)]
     assert story(("a", 0, True), ("b", 0, True), ("b", 1, True), ("c", 1, True)) == [("a", 0, True), ("b", 0, False), ("c", 1, False)]
     assert story(("a", 4, True), ("a", 3, True), ("a", 5, True)) == [("a", 4, True)]
+    # a gradient that comes late takes nothing back of what is known of later batches
+    assert story(("a", 4, True), ("a", 6, False), ("a", 5, True), ("a", 7, True)) == [("a", 4, True), ("a", 7, True)]
+    assert story(("a", 4, True), ("a", 5, False), ("a", 4, True), ("a", 6, True)) == [("a", 4, True), ("a", 6, True)]
+    # what is taken for the spread of something else does not hide what begins after it
+    assert story(("a", 0, True), ("b", 1, True), ("c", 2, True), ("d", 3, True)) == [
+        ("a", 0, True),
+        ("b", 1, False),
+        ("c", 2, True),
+        ("d", 3, False),
+    ]
+
+
+def test_one_call_does_not_hide_what_begins_in_another(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, inputs):
+            self.inner(torch.tensor([0.0, float("-inf")]))  # a mask, in every batch
+            return self.inner(inputs)
+
+    model = Masked()
+    with recording(model, tmp_path / "run", layers="inner", last=2) as recorder:
+        for number in range(30):
+            recorder.at(epoch=0, batch=number)
+            model(torch.full((2,), float("nan") if number >= 20 else 1.0))
+    assert [(batch, "call 1" in reason) for batch, reason in fired(tmp_path / "run")] == [(0, False), (20, True)]
+    assert batches_on_disk(tmp_path / "run") == [0, 1, 2, 19, 20, 21, 22]
+
+
+def test_each_of_a_row_of_layers_that_break_one_after_the_other_is_on_disk(tmp_path):
+    model = nn.ModuleList(Poisoned([3 + position], index=(0,)) for position in range(8))
+    with recording(model, tmp_path / "run", layers="*", last=2) as recorder:
+        for number in range(20):
+            recorder.at(epoch=0, batch=number)
+            for layer in model:
+                layer(torch.ones(6))
+    assert [batch for batch, _ in fired(tmp_path / "run")] == [3, 5, 7, 9]
+    assert batches_on_disk(tmp_path / "run") == list(range(2, 12))
 
 
 def test_the_first_capture_in_time_is_named_whatever_order_the_writer_has_them_in(tmp_path):
@@ -319,20 +360,30 @@ def test_the_automatic_clock_moves_the_ring(tmp_path):
     assert batches_on_disk(tmp_path / "run") == [5, 6, 7, 8]
 
 
-def test_gradients_of_a_compiled_model_are_in_the_batch_of_their_forward(tmp_path):
-    """What the graph keeps for the backward are numbers, of which the batch is made anew."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    compiled = torch.compile(model, backend="eager")
-    late = []
-    with recording(compiled, tmp_path / "run", layers=["0", "1"], kinds=["activation", "gradient"], last=3) as recorder:
-        for number in range(16):
-            recorder.at(epoch=0, batch=number)
-            late.append(compiled(batch_of(number) * (float("inf") if number == 8 else 1.0)).sum())
-            if number:
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("kinds", [("activation", "gradient"), ("gradient",)], ids=len)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_of_a_compiled_model_are_in_the_batch_of_their_forward(tmp_path, backend, kinds, delay):
+    """All that the graph keeps for the backward are numbers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend=backend)
+    late, expected = [], {}
+    with recording(compiled, tmp_path / "run", layers="*", kinds=kinds, last=3) as recorder:
+        for number in recorder.batches(range(16), epoch=0):
+            factor = float("nan") if number == 8 else float(number)
+            late.append((compiled(batch_of(number)) * factor).sum())
+            expected[number] = torch.full((5, 2), factor)
+            if number >= delay:
                 late.pop(0).backward()
+            recorder.flush()  # nothing of the batch is on its way any more
     assert [batch for batch, _ in fired(tmp_path / "run")] == [8]
-    for kind in ("activation", "gradient"):
-        assert batches_on_disk(tmp_path / "run", kind=kind, layer="0") == [*range(6, 12)]
+    first = 6 if delay == 1 or kinds == ("gradient",) else 7  # its activations had left the ring when the gradient of 8 came
+    assert [row["batch"] for row in rows(tmp_path / "run", status="dropped")] == [*range(6, first)]
+    for kind in kinds:
+        assert [row["batch"] for row in rows(tmp_path / "run", status="ok", kind=kind, layer="1")] == [*range(first, 12)]
+    with hookstore.open(tmp_path / "run") as run:
+        for number in range(first, 12):
+            np.testing.assert_array_equal(run["2"].gradient[0, number], expected[number])
 
 
 def test_layers_with_many_calls_are_whole(tmp_path):
