@@ -9,6 +9,7 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -380,9 +381,9 @@ def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> tup
         portion = capture.make_portion()
         if portion is not None and portion.function is not None:
             alike = functions.setdefault(portion.text, [])
-            if portion.function not in alike:
+            number = next((at for at, one in enumerate(alike) if _is_same(one, portion.function)), len(alike))
+            if number == len(alike):
                 alike.append(portion.function)
-            number = alike.index(portion.function)
             portion = Portion(f"{portion.text[:-2]}~{number}()", function=portion.function) if number else portion
         chosen = select_layers(models, capture.layers)
         if capture.when is not None:
@@ -390,6 +391,11 @@ def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> tup
         layers.update((layer.name, layer) for layer in chosen)
         choices.append(Choice(capture, name, [layer.name for layer in chosen], portion))
     return choices, list(layers.values())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Say whether two functions are one: a method is made anew each time that it is asked for, and what else is equal may mean something else."""
+    return one is other or (isinstance(one, MethodType) and isinstance(other, MethodType) and one == other)
 
 
 def _check_together(choices: Sequence[Choice]) -> dict[tuple[str, str, str], int]:

@@ -89,7 +89,7 @@ class Annotator:
 
     def loss(self, value: object, name: str) -> None:
         """Store a loss of this batch; see `Recorder.loss`."""
-        if name and not name.isidentifier():
+        if not isinstance(name, str) or (name and not name.isidentifier()):
             raise OptionError(f"name: expected a Python identifier, such as 'reconstruction', got {name!r}", option="name")
         if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
             tensor = torch.from_numpy(np.array(value, dtype=np.float64))

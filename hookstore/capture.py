@@ -45,7 +45,8 @@ class Capture:
     select : mapping or callable, optional
         Which part of each tensor: for axes, by number or name, the first so many (``{"sample": 8}``), a slice (``{1: slice(0, 16)}``) or positions
         (``{"token": [-1]}``); or a function that takes the detached tensor and returns the part. It is applied before the copy, so that only these bytes
-        move. A tensor that has not got that axis or position is a gap with the reason, and so is one for which the function raises.
+        move. A tensor that has not got that axis or position is a gap with the reason, and so is one for which the function raises. A function is known
+        by its name afterwards, must not call the model, and may draw torch's random numbers: the training's stay as they are.
     dims : sequence of str, optional
         Names of the axes in order, such as ``("sample", "token", "feature")``: for ``select``, and as dimensions of the arrays. Without it the first axis is
         ``"sample"`` (of parameters no axis is).
@@ -86,7 +87,7 @@ class Capture:
         if isinstance(self.layers, Iterable) and not isinstance(self.layers, str | type):
             object.__setattr__(self, "layers", tuple(self.layers))  # what can be gone through once only
         object.__setattr__(self, "kinds", check_kinds(self.kinds))
-        if not isinstance(self.phases, str):
+        if isinstance(self.phases, Iterable) and not isinstance(self.phases, str):
             object.__setattr__(self, "phases", tuple(self.phases))
         if self.dims is not None:
             object.__setattr__(self, "dims", check_dims(self.dims))
@@ -98,7 +99,7 @@ class Capture:
         self.make_schedule()
         self.make_portion()
         self.make_codecs()
-        if not isinstance(self.stats, bool) and self.stats != "only":
+        if not isinstance(self.stats, bool) and not (isinstance(self.stats, str) and self.stats == "only"):
             raise OptionError(f"stats: expected False, True or 'only', got {self.stats!r}", option="stats")
         if self.when is not None:
             object.__setattr__(self, "when", check_when(self.when, of_capture=True))
@@ -140,7 +141,7 @@ def check_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
     OptionError
         If there is none, or one that is not known.
     """
-    given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    given = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else (kinds,)
     for kind in given:
         if kind not in KINDS:
             raise OptionError(f"kinds: expected some of {', '.join(map(repr, KINDS))}, got {kind!r}", option="kinds")

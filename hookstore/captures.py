@@ -138,6 +138,14 @@ class Captures:
         """Return the text of a part, whose axes have the names that they were given when they were recorded."""
         portion = Portion.build(select, self.run._dims(self.layer, self.kind) or None)
         assert portion is not None
+        if portion.function is not None:
+            alike = [text for text in self.portions if text == portion.text or text.startswith(f"{portion.text[:-2]}~")]
+            if len(alike) > 1:
+                raise OptionError(
+                    f"select: of {self._name} there are parts by several functions of that name, which nobody can tell apart now; name one, as in "
+                    f".portion({alike[0]!r}): there are {', '.join(map(repr, alike))}",
+                    option="select",
+                )
         return portion.text
 
     def __getitem__(self, where: tuple[int, ...]) -> Any:

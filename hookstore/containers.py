@@ -91,7 +91,7 @@ class Inputs:
             if made.original is value:
                 return made.copied
         swapped = [self._swapped(child, stand_ins, copies) for child in children]
-        if all(one is other for one, other in zip(swapped, children, strict=True)):
+        if are_same(swapped, children):
             return value
         copied = rebuild(value, swapped)
         if not isinstance(value, tuple):
@@ -110,6 +110,14 @@ def children_of(value: Any) -> list[Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return None
+
+
+def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Say whether two sequences hold the same objects; of tuples the compiler does not trace whether they are one, but whether what they hold is."""
+    return all(
+        len(one) == len(other) and are_same(one, other) if isinstance(one, tuple) and isinstance(other, tuple) else one is other
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def rebuild(value: Any, children: list[Any]) -> Any:

@@ -35,10 +35,13 @@ _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _Calls(threading.local):
-    """The calls of one module that are under way on this thread, innermost last; ``None`` for one without an edit."""
+    """The calls of one module that are under way on this thread, innermost last.
+
+    Of each there is which it is of those of the module, from the outermost on, and its stand-ins, ``None`` where nothing is edited.
+    """
 
     def __init__(self) -> None:
-        self.stack: list[StandIns | None] = []
+        self.stack: list[tuple[int, StandIns | None]] = []
 
 
 class Edit:
@@ -63,6 +66,10 @@ class Edit:
         number: Any = given() if callable(given) else given
         if callable(given) and not _is_compiling():
             number = self._checked(number, " from the callable")
+        elif callable(given) and isinstance(number, int | float):  # (of a tensor it would be a branch in the graph)
+            is_finite = number == number and abs(number) != math.inf  # noqa: PLR0124 (as the compiler traces it)
+            if isinstance(number, bool) or not is_finite or (self.is_clip and number < 0):
+                _refuse_number(self.option)
         if self.scaler is not None and self.scaler._enabled:  # (as is_enabled() says, which the compiler does not trace)
             scale = self.scaler._scale
             number = number * (self.scaler._init_scale if scale is None else scale)
@@ -71,7 +78,11 @@ class Edit:
 
     def _checked(self, number: Any, source: str) -> float:
         is_number = isinstance(number, int | float) or (hasattr(number, "__float__") and getattr(number, "ndim", None) == 0)
-        if isinstance(number, bool) or not is_number or not math.isfinite(number) or (self.is_clip and number < 0):
+        try:
+            is_fit = is_number and not isinstance(number, bool) and math.isfinite(number) and not (self.is_clip and number < 0)
+        except (OverflowError, RuntimeError, TypeError, ValueError):  # a whole number beyond float64, a complex or meta tensor
+            is_fit = False
+        if not is_fit:
             bounds = "a finite number, not below 0" if self.is_clip else "a finite number"
             raise OptionError(
                 f"{self.option}: expected {bounds}, got {number!r} of type {type(number).__name__}{source}", option=self.option
@@ -123,6 +134,16 @@ class Edit:
     def pin(self) -> None:
         """Have guards on hooks in what is being compiled."""
         Guards.turn()
+
+
+def _refuse_number(option: str) -> None:
+    """Raise; the compiler runs it, and traces nothing of it."""
+    raise OptionError(
+        f"{option}: the callable returned no finite number, or one below 0 for a norm, when the module was compiled", option=option
+    )
+
+
+_refuse_number._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does, which imports the compiler
 
 
 class Guards:
@@ -231,6 +252,8 @@ def _coefficient(norms: Sequence[torch.Tensor], max_norm: float | torch.Tensor) 
 def _times(gradient: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
     """Multiply in at least float32: in half precision the coefficient itself would be off by a thousandth."""
     coefficient = coefficient.to(gradient.device)
+    if gradient.is_complex() and gradient.layout == torch.strided:  # a complex 1 changes zeros and what is not finite
+        return torch.view_as_complex(_times(torch.view_as_real(gradient.resolve_conj()), coefficient))
     if gradient.dtype in (torch.float16, torch.bfloat16):
         return (gradient.to(torch.float32) * coefficient.to(torch.float32)).to(gradient.dtype)
     return gradient * coefficient.to(gradient.dtype)
@@ -258,20 +281,22 @@ class PreHook(InertCopy):
         edit = self._edit
         if _is_compiling():
             return None if _is_exporting() else edit.trace(args, kwargs)
-        stack = edit.calls.stack
-        if stack and _num_calls(module) == 1:
+        stack, depth = edit.calls.stack, _num_calls(module)
+        if stack and depth == 1:
             edit.forget_calls()
-        stack.append(None)
+        stack.append((depth, None))
         edit.under_way.append(None)  # before it is asked whether the edit has ended, so that the last hook stays or nothing is edited
         if edit.has_ended or not torch.is_grad_enabled() or is_traced():
             return None
         with torch._C.DisableTorchFunction():
             inputs = Inputs(args, kwargs)
+            _refuse_transforms(module, inputs)
             if not inputs.tensors:
                 _warn_of_no_input(edit, module)
                 return None
             _refuse(edit, module, inputs)
-            stack[-1] = stand_ins = StandIns(inputs, edit.edit(inputs.tensors))
+            stand_ins = StandIns(inputs, edit.edit(inputs.tensors))
+            stack[-1] = depth, stand_ins
             edit.has_edited = True
         return stand_ins.args, stand_ins.kwargs
 
@@ -295,14 +320,16 @@ class PostHook(InertCopy):
         if _is_compiling():
             return None if _is_exporting() else self._edit.end_trace(output)
         stack = self._edit.calls.stack
+        is_broken_off = output is None and has_raised()
         stand_ins = None
-        if stack:
-            stand_ins = stack.pop()
+        # (a call that a hook before ours has broken off has nothing here: what is there is of the call around it)
+        if stack and not (is_broken_off and stack[-1][0] != _num_calls(module)):
+            stand_ins = stack.pop()[1]
             self._edit.under_way.pop()
         self._edit.remove_last()
         if stand_ins is None:
             return None
-        if output is None and has_raised():
+        if is_broken_off:
             stand_ins.put_right(None)  # whoever handles the exception may go on with the inputs
             return None
         with torch._C.DisableTorchFunction():
@@ -336,11 +363,27 @@ def _warn_of_no_input(edit: Edit, module: nn.Module) -> None:
         )
 
 
-def _refuse(edit: Edit, module: nn.Module, inputs: Inputs) -> None:
-    if any(map(_is_functorch, inputs.tensors)) or any(map(_is_dual, inputs.tensors)):
+def _needs_gradient(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor, or what a function transform has wrapped in it, requires grad."""
+    while not tensor.requires_grad and _is_functorch(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def _refuse_transforms(module: nn.Module, inputs: Inputs) -> None:
+    """Refuse function transforms and forward-mode differentiation, under which a tensor does not say that what it wraps requires grad."""
+    wrapped = [tensor for tensor in (*inputs.tensors, *inputs.others) if _is_functorch(tensor) or _is_dual(tensor)]
+    if any(map(_needs_gradient, wrapped)):
         raise UnsupportedModelError(
             f"a {type_name(module)} whose gradient is edited was called inside a function transform (vmap, grad or jvp of torch.func, or forward-mode "
             "differentiation), which the edit cannot follow; remove() it before"
+        )
+
+
+def _refuse(edit: Edit, module: nn.Module, inputs: Inputs) -> None:
+    if any(tensor.layout != torch.strided and not tensor.is_nested and tensor.is_leaf for tensor in inputs.tensors):
+        raise UnsupportedModelError(
+            f"a {type_name(module)} whose gradient is edited was called with a sparse leaf, of which torch makes no view; pass a clone"
         )
     if any(tensor.is_nested and tensor.layout == torch.strided for tensor in inputs.tensors):
         raise UnsupportedModelError(

@@ -30,6 +30,7 @@ _SINK_BYTES = 4 << 20
 _RECORDS_PER_PIECE = 256  # what a shard keeps in memory of each kind of record before it goes to the spool
 _ROW_BYTES = 512  # that a capture takes beside its chunk: a row in its shard, one in a part, and what of it waits in the spool
 FRAME_ROW_BYTES = 320  # and one in the journal, until that becomes a part
+_WHOLE_SHAPE_BYTES = 16  # with its offset
 _SHARD_BYTES = 16 << 10  # that a shard takes beside its chunks, rows and index: rounding up to pages, and its array's metadata
 _FIXED_BYTES = 256 << 10  # run.json, groups, and a journal that is just being begun
 _LEAST_FREE_BYTES = 64 << 20  # of the file system, which others use too
@@ -443,6 +444,11 @@ def read_small(path: str, most_bytes: int, root: str | None = None) -> bytes:
 
 class DiskBudgetSpent(Exception):  # noqa: N818  # caught by the sink, which stops recording
     """There is no more room on the disk that a recording may take; the text says why."""
+
+
+def portion_bytes(portion: str) -> int:
+    """Return about what the text of a portion takes in a row, with that of the whole tensor's shape."""
+    return len(portion) + _WHOLE_SHAPE_BYTES if portion else 0
 
 
 class DiskBudget:

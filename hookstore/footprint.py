@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hookstore.dimensions import dimensions_of
+from hookstore.files import portion_bytes
 from hookstore.format import CHUNK_ALIGNMENT_BYTES, CRC_BYTES, PAGE_BYTES, SEGMENT_ROWS, TRAILER_BYTES, ArraySpec, align
 from hookstore.occasions import Occasions, Training, count
 from hookstore.planned import Plan, PlannedTensor
@@ -214,7 +215,9 @@ def _row_bytes(stream: Stream, circumstances: Circumstances) -> int:
     """Return what a row takes in a shard."""
     assert stream.spec is not None
     texts = len(stream.layer) + len(stream.leaf) + len(stream.spec.path) + stream.num_characters + _TEXT_BYTES
-    optional = (4 + len(stream.portion) if circumstances.has_portions else 0) + (_STATISTICS_BYTES if circumstances.has_statistics else 0)
+    optional = (8 + portion_bytes(stream.portion) if circumstances.has_portions else 0) + (
+        _STATISTICS_BYTES if circumstances.has_statistics else 0
+    )
     return _ROW_BYTES + texts + optional + 10 * len(stream.shape)  # eight bytes for each size, and two in the shard's name
 
 

@@ -85,6 +85,7 @@ class Row(NamedTuple):
     reason: str
     structure: str = ""
     portion: str = ""
+    whole_shape: str = ""
     statistics: Any = None
 
 
@@ -147,6 +148,7 @@ PORTION_COLUMN = (
     "string",
     "which part of the tensor was kept by `select`, such as `sample[:8], token[[-1]]` or `module.function()`; empty for all of it",
 )
+WHOLE_SHAPE_COLUMN = ("whole_shape", "string", "shape of the tensor of which that part was kept, such as `64,16,3`; empty where all was")
 STATISTICS_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("mean", "float64", "mean of the finite values (of a complex tensor: of their moduli, here and below); null where there are none"),
     ("std", "float64", "their standard deviation, of the population (`ddof=0`)"),

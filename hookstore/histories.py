@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hookstore.errors import CaptureWarning, CorruptRunError, MissingCaptureError, OptionError
-from hookstore.format import KINDS
+from hookstore.format import KINDS, WHOLE_SHAPE_COLUMN
 from hookstore.occurrences import AnnotatedBatch, Occurrence, SampleIndex
 from hookstore.portion import SAMPLE, Portion
 from hookstore.structure import Branch, decode
@@ -262,19 +262,20 @@ class SampleCaptures(Mapping[tuple[int, ...], Array]):
     @staticmethod
     def _place(row: dict[str, Any], axis: int, portion: Portion | None, where: Occurrence, batch: AnnotatedBatch) -> _Place | str:
         """Find a sample along the axis of samples, of which a part may have been kept."""
-        size, num_samples = row["shape"][axis], batch.num_samples
+        num_dims, num_samples = len(row["shape"]), batch.num_samples
         if portion is None:
-            kept = None
+            whole = row["shape"]
         elif not portion.is_known:
             return f"which samples {portion.text} has kept is not known"
         else:
-            try:
-                kept = portion.positions(axis, num_samples, len(row["shape"]))
-            except IndexError as error:
-                return str(error)
-        if size != (num_samples if kept is None else len(kept)):
-            of_part = "" if portion is None or kept is None else f" of {portion.text}"
-            return f"its size along the axis of samples is {size}{of_part}, and the batch was annotated with {num_samples}"
+            whole = _whole_shape(row)
+            if len(whole) != num_dims:
+                return f"of what shape the whole tensor was, of which {portion.text} was kept, is not known"
+        if whole[axis] != num_samples:
+            return f"its size along the axis of samples is {whole[axis]}, and the batch was annotated with {num_samples}"
+        kept = None if portion is None else portion.positions(axis, num_samples, num_dims)
+        if row["shape"][axis] != (num_samples if kept is None else len(kept)):
+            raise ValueError(f"{row['portion']} of {num_samples} does not have {row['shape'][axis]}")
         if kept is None:
             return _Place(row, axis, where.index)
         if where.index not in kept:
@@ -293,6 +294,12 @@ def _axis_of_samples(row: dict[str, Any], dims: Sequence[str]) -> int | str:
         return f"none of its dimensions {', '.join(map(repr, dims))} is {SAMPLE!r}"
     axis = dims.index(SAMPLE) if dims else 0
     return axis if axis < len(row["shape"]) else f"it has shape {tuple(row['shape'])}, and so no axis of samples"
+
+
+def _whole_shape(row: dict[str, Any]) -> list[int]:
+    """Return the shape of the tensor of which a part was kept; empty where nobody has noted it."""
+    text = row.get(WHOLE_SHAPE_COLUMN[0], "")
+    return [int(size) for size in text.split(",")] if text else []
 
 
 def _is_packed(branch: Branch, leaf: str) -> bool:

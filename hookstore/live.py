@@ -175,10 +175,7 @@ class LiveSink:
             if self._detach:
                 tensor = tensor.detach()
             if take.portion is not None:
-                function = take.portion.function
-                part = take.portion.of(tensor) if function is None else function(tensor)
-                if not isinstance(part, torch.Tensor):
-                    raise TypeError(f"it returned a {type(part).__name__} instead of a tensor")
+                part = take.portion.of(tensor) if take.portion.function is None else take.portion.call(tensor)
                 tensor = part.detach() if self._detach else part
             return tensor.clone() if self._clone else tensor
 

@@ -111,10 +111,11 @@ _WITH_STATISTICS_DTYPE = np.dtype([("numbers", NUMBERS_DTYPE), ("statistics", ST
 
 
 class Origin(NamedTuple):
-    """What a tensor was part of, and what it was multiplied by: structure and loss scale as in `hookstore.format.Row`."""
+    """What a tensor was part of, and what it was multiplied by: structure, loss scale and whole shape as in `hookstore.format.Row`."""
 
     structure: str = ""
     loss_scale: float | None = None
+    whole_shape: str = ""
 
 
 _PLAIN = Origin()
@@ -131,7 +132,7 @@ class RowBlock:
     shapes : list of tuple of int
         True shapes that occur.
     origins : list of Origin
-        Structures and loss scales that occur.
+        Structures, loss scales and whole shapes that occur.
     numbers : numpy.ndarray
         The rows, `NUMBERS_DTYPE`.
     portion : str
@@ -191,7 +192,7 @@ class RowBlock:
             status=row.status,
             reason=row.reason,
             shapes=[row.shape],
-            origins=[Origin(row.structure, row.loss_scale)],
+            origins=[Origin(row.structure, row.loss_scale, row.whole_shape)],
             numbers=numbers,
             portion=row.portion,
             statistics=row.statistics,
@@ -228,8 +229,8 @@ def make_batch(blocks: Sequence[RowBlock], schema: pa.Schema = SCHEMA) -> pa.Rec
             scales = np.repeat([np.nan if origin.loss_scale is None else origin.loss_scale for origin in origins], origin_counts)
             known = np.packbits(np.repeat([origin.loss_scale is not None for origin in origins], origin_counts), bitorder="little")
             columns.append(_plain_column(field.type, scales, num_rows, known))
-        elif field.name == "structure":
-            columns.append(_text_column([origin.structure.encode() for origin in origins], origin_counts))
+        elif field.name in ("structure", "whole_shape"):
+            columns.append(_text_column([getattr(origin, field.name).encode() for origin in origins], origin_counts))
         elif field.name in _NUMBERS:
             columns.append(_plain_column(field.type, np.ascontiguousarray(numbers[field.name]), num_rows))
         elif field.type == pa.string():

@@ -144,6 +144,11 @@ class SampleIndex:
             wanted = np.asarray(value)
             if wanted.ndim or wanted.dtype.kind not in "biuf":
                 return []
+            exact = wanted.item()
+            with np.errstate(all="ignore"):
+                wanted = np.asarray(wanted).astype(self._sorted.dtype)
+            if wanted.item() != exact and exact == exact:  # noqa: PLR0124 (NaN alone differs from itself)  # no number of their type equals it; NumPy would compare it rounded
+                return []
             low, high = self._sorted.searchsorted(wanted, "left"), self._sorted.searchsorted(wanted, "right")
             positions = self._order[low:high].tolist()
         found = []

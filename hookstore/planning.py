@@ -120,7 +120,7 @@ def plan(
         buffer_bytes,
         agenda.has_portions,
         agenda.has_statistics,
-        None if path is None else os.path.abspath(os.fspath(path)),
+        None if path is None else _absolute(path),
         bandwidth_bytes_per_s,
     )
     found = rehearse(models, _arguments(models, args, kwargs), agenda.layers, agenda.all_due())
@@ -246,15 +246,26 @@ def _of_condition(agenda: Agenda, choice: Choice, streams: Sequence[Stream]) -> 
 
 def _arguments(models: Mapping[str, nn.Module], args: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Arguments]:
     """Return what each model is called with."""
+    keywords = {} if kwargs is None else kwargs
+    if not isinstance(keywords, Mapping) or ("" not in models and not all(isinstance(of_model, Mapping) for of_model in keywords.values())):
+        raise OptionError(
+            f"kwargs: expected a mapping from keywords to arguments (of several models one for each name), got {kwargs!r:.200}",
+            option="kwargs",
+        )
     if "" in models:
-        return {"": (_positional(args), kwargs or {})}
-    keywords = kwargs or {}
+        return {"": (_positional(args), keywords)}
     if not isinstance(args, Mapping) or not {*args, *keywords} <= {*models} or not {*args, *keywords}:
         raise OptionError(
             f"args: expected a mapping from some of the models' names {', '.join(map(repr, models))} to what each is called with, got {args!r:.200}",
             option="args",
         )
     return {name: (_positional(args.get(name, ())), keywords.get(name, {})) for name in models if name in args or name in keywords}
+
+
+def _absolute(path: Any) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"path: expected where the run is to be, got {path!r}", option="path")
+    return os.path.abspath(os.fspath(path))
 
 
 def _positional(args: Any) -> tuple[Any, ...]:

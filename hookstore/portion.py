@@ -22,6 +22,7 @@ Select = Mapping[Axis, Kept] | Callable[[Any], Any]
 SAMPLE = "sample"
 MOST_TEXT = 1 << 12  # characters, which stand in every row
 _MOST_TOKEN = 64
+_MOST_NAME = 100  # characters of a dimension's name, or of a function's with its module
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PICK = re.compile(
     r"(?P<axis>-?\d+|[A-Za-z_]\w*)\[(?:\[(?P<indices>-?\d+(?:,-?\d+)*)\]|(?P<start>-?\d*):(?P<stop>-?\d*)(?::(?P<step>\d+))?)\]", re.ASCII
@@ -111,11 +112,20 @@ class Portion:
                 f"select: expected a mapping from axes to what is kept of them, such as {{'sample': 8}}, or a function of the tensor, got {select!r}",
                 option="select",
             )
-        picks = [_pick(axis, kept, names) for axis, kept in select.items()]
+        try:
+            picks = [_pick(axis, kept, names) for axis, kept in select.items()]
+            text = ", ".join(pick.text for pick in picks)
+        except OptionError:
+            raise
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # of what looks like a whole number, such as a tensor, and is none or is enormous
+            raise OptionError(f"select: expected axes, sizes, bounds and positions as whole numbers: {error}", option="select") from error
         for position, pick in enumerate(picks):
             if any(pick.axis == other.axis for other in picks[:position]):
                 raise OptionError(f"select: axis {pick.name!r} is there twice in {select!r}", option="select")
-        text = ", ".join(pick.text for pick in picks)
         if len(text) > MOST_TEXT:
             raise OptionError(
                 f"select: it names {len(text):,} characters of positions, and at most {MOST_TEXT:,} are kept; use slices, or a function",
@@ -193,14 +203,12 @@ class Portion:
         TypeError
             If the function returns no tensor.
         """
-        import torch
-
         if self.function is not None:
-            part = self.function(tensor)
-            if not isinstance(part, torch.Tensor):
-                raise TypeError(f"select returned a {type(part).__name__} instead of a tensor")
-            return part.detach()
+            return self.call(tensor).detach()
         num_dims = tensor.dim()
+        if len(self.picks) > 1 and num_dims and len({pick.axis % num_dims for pick in self.picks}) < len(self.picks):
+            names = " and ".join(repr(pick.name) for pick in self.picks)
+            raise IndexError(f"select names one axis twice: of a tensor with {num_dims} dimensions there are {names}")
         for pick in self.picks:
             if not -num_dims <= pick.axis < num_dims:
                 raise IndexError(f"select names axis {pick.name!r}, and the tensor has {num_dims} dimensions")
@@ -214,6 +222,23 @@ class Portion:
             else:
                 tensor = tensor.index_select(pick.axis, self._index(pick, size, tensor.device))
         return tensor
+
+    def call(self, tensor: Any) -> Any:
+        """Call the function; one that draws random numbers takes none from the training.
+
+        Raises
+        ------
+        TypeError
+            If it returns no tensor.
+        """
+        import torch
+
+        assert self.function is not None
+        with torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
+            part = self.function(tensor)
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"it returned a {type(part).__name__} instead of a tensor")
+        return part
 
     def _index(self, pick: Pick, size: int, device: Any) -> Any:
         """Return positions as a tensor on a device, which is brought there once: that waits for the device."""
@@ -249,9 +274,11 @@ def check_dims(dims: Sequence[str] | None) -> tuple[str, ...]:
         not names
         or not all(isinstance(name, str) and _NAME.fullmatch(name) and name not in reserved for name in names)
         or len({*names}) != len(names)
+        or max(map(len, names)) > _MOST_NAME
     ):
         raise OptionError(
-            f"dims: expected names of a tensor's axes, each once and none of 'epoch', 'batch', 'call', such as ('sample', 'token', 'feature'), got {dims!r}",
+            f"dims: expected names of a tensor's axes, each once, of at most {_MOST_NAME} characters and none of 'epoch', 'batch', 'call', such as "
+            f"('sample', 'token', 'feature'), got {dims!r}",
             option="dims",
         )
     return names
@@ -306,4 +333,4 @@ def _name_of(function: Callable[[Any], Any]) -> str:
     kind = type(function)
     name = getattr(function, "__qualname__", "") or kind.__qualname__
     module = getattr(function, "__module__", None) or kind.__module__
-    return re.sub(r"[^\w.<>]", "_", f"{module}.{name}")
+    return re.sub(r"[^\w.<>]", "_", f"{module}.{name}"[-_MOST_NAME:])

@@ -513,7 +513,9 @@ class Recorder:
         found = [choice for choice in self._clock.agenda.choices if choice.name == str(name)]
         if not found:
             raise OptionError(f"name: there is no capture {name!r}; there are {', '.join(map(repr, self.captures))}", option="name")
-        found[0].is_on = bool(on)
+        if not isinstance(on, bool):
+            raise OptionError(f"on: expected True or False, got {on!r}", option="on")
+        found[0].is_on = on
         self._hooks.update()
 
     def fire(self, reason: str) -> None:

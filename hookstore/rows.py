@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hookstore.format import PORTION_COLUMN
+from hookstore.format import PORTION_COLUMN, WHOLE_SHAPE_COLUMN
 from hookstore.schema import STATISTICS, TEXT_COLUMNS, plain
 from hookstore.statistics import NO_STATISTICS, STATISTICS_DTYPE
 
@@ -34,7 +34,7 @@ class RowIndex:
         self.coded = coded
         self._texts: dict[str, list[str]] = {}
         has_portions = _PORTION in coded.schema.names
-        names = (*_COORDINATES, "leaf", "status", *_PLACE, *([_PORTION] if has_portions else []))
+        names = (*_COORDINATES, "leaf", "status", *_PLACE, *([_PORTION, WHOLE_SHAPE_COLUMN[0]] if has_portions else []))
         self._columns = {name: self._column(name) for name in names}
         shapes = self.coded["shape"].combine_chunks()
         self._shape_ends, self._sizes = np.from_dlpack(shapes.offsets), np.from_dlpack(shapes.values)

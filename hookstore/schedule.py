@@ -56,7 +56,7 @@ class Schedule:
         OptionError
             Naming the option, what was expected and what came.
         """
-        wanted = (phases,) if isinstance(phases, str) else tuple(phases)
+        wanted = tuple(phases) if isinstance(phases, Iterable) and not isinstance(phases, str) else (phases,)
         unknown = [phase for phase in wanted if phase not in PHASES]
         if unknown or not wanted:
             raise OptionError(f"phases: expected some of {', '.join(map(repr, PHASES))}, got {phases!r}", option="phases")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
-from hookstore.format import MANIFEST_COLUMNS, PORTION_COLUMN, STATISTICS_COLUMNS
+from hookstore.format import MANIFEST_COLUMNS, PORTION_COLUMN, STATISTICS_COLUMNS, WHOLE_SHAPE_COLUMN
 
 _TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
@@ -36,7 +36,7 @@ _EARLIER = SCHEMA.remove(SCHEMA.get_field_index("structure"))  # of runs made be
 
 def schema_with(*, portion: bool, statistics: bool) -> pa.Schema:
     """Return the schema of a recording that keeps parts of tensors, or statistics, or both."""
-    more = ([PORTION_COLUMN] if portion else []) + (list(STATISTICS_COLUMNS) if statistics else [])
+    more = ([PORTION_COLUMN, WHOLE_SHAPE_COLUMN] if portion else []) + (list(STATISTICS_COLUMNS) if statistics else [])
     return pa.schema([*SCHEMA, *map(_field, more)])
 
 

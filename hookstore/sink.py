@@ -126,15 +126,15 @@ class StagingSink:
             return
         if self.scaler is not None and kind in SCALED_KINDS and not _counts(tensor.dtype):
             call = call._replace(scale=_scale_of(self.scaler))
-        whole = tensor
+        whole, of_whole = tensor, call
         for take in takes:
             if take.portion is None:
-                tensor = whole
+                tensor, call = whole, of_whole
             else:
-                part = self._part_of(whole, take, layer, kind, leaf, call, backward)
+                part = self._part_of(whole, take, layer, kind, leaf, of_whole, backward)
                 if part is None:
                     continue
-                tensor = part
+                tensor, call = part, self._of_part(of_whole, whole.shape)
             key: tuple[object, ...] | None = None
             array = None
             try:
@@ -193,6 +193,11 @@ class StagingSink:
                 )
         self.skip_value(layer, kind, call, reason, leaf=leaf, backward=backward, take=take)
         return None
+
+    def _of_part(self, call: Call, shape: torch.Size) -> Call:
+        """Return a call of which a part of a tensor is taken, with the shape of the whole one; without, where there have been too many."""
+        number = self._stager.structure(self._stager.structures[call.structure], ",".join(map(str, shape)))
+        return call if number is None else call._replace(structure=number)
 
     def put_as(
         self,
@@ -483,7 +488,7 @@ class _ClosedStager:
     is_spent = False
     structures: ClassVar[defaultdict[int, str]] = defaultdict(str)
 
-    def structure(self, text: str) -> int:  # noqa: ARG002
+    def structure(self, text: str, whole_shape: str = "") -> int:  # noqa: ARG002
         """Return a number for anything."""
         return 0
 

@@ -28,7 +28,7 @@ from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small
 from hookstore.device_statistics import compute as compute_statistics
 from hookstore.device_statistics import to_records
 from hookstore.errors import CaptureWarning, RecorderBusyError
-from hookstore.files import DiskBudget, DiskBudgetSpent
+from hookstore.files import DiskBudget, DiskBudgetSpent, portion_bytes
 from hookstore.format import CRC_BYTES, DTYPES, PAGE_BYTES, SUMMARIZED, align
 from hookstore.layout import Array, ArrayCatalog, Call, Draft
 from hookstore.regions import NOTE, STATISTICS_BYTES, Oversize, Piece, Region, slot_bytes, smallest_region
@@ -162,7 +162,8 @@ class Stager:
         self.memory = memoryview(arena.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; typeshed says so from 3.12 on
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.structures = [""]
-        self._structure_numbers = {"": 0}
+        self.whole_shapes = [""]  # of the tensor of which a part is taken, by the same numbers
+        self._structure_numbers = {("", ""): 0}
         self._structure_chars = 0
         self.failure: BaseException | None = None
         self.num_dropped = 0
@@ -415,18 +416,23 @@ class Stager:
             region.transfers.append(transfer)
         _HAS_STATISTICS.pack_into(self.memory, region.notes_offset + slot * NOTE.size + NOTE.size - _HAS_STATISTICS.size, 1)
 
-    def structure(self, text: str) -> int | None:
-        """Return the number that stands for a structure, or ``None`` if so many different ones have been that their texts would fill the memory."""
-        number = self._structure_numbers.get(text)
+    def structure(self, text: str, whole_shape: str = "") -> int | None:
+        """Return the number that stands for a structure, or ``None`` if so many different ones have been that their texts would fill the memory.
+
+        Where a part of a tensor is taken, it stands for the shape of the whole one, too.
+        """
+        number = self._structure_numbers.get((text, whole_shape))
         if number is None:
             with self._lock:
-                number = self._structure_numbers.get(text)
+                number = self._structure_numbers.get((text, whole_shape))
                 if number is None:
-                    if self._structure_chars + len(text) > MOST_STRUCTURE_CHARS:
+                    num_chars = len(text) + len(whole_shape)
+                    if self._structure_chars + num_chars > MOST_STRUCTURE_CHARS:
                         return None
-                    self._structure_chars += len(text)
+                    self._structure_chars += num_chars
+                    self.whole_shapes.append(whole_shape)
                     self.structures.append(text)
-                    number = self._structure_numbers[text] = len(self.structures) - 1
+                    number = self._structure_numbers[text, whole_shape] = len(self.structures) - 1
         return number
 
     def note(self, capture: Draft) -> None:
@@ -882,7 +888,7 @@ def _unseen() -> contextlib.AbstractContextManager[Any]:
 
 def _text_bytes(portion: str) -> int:
     """Return what the text of a portion takes on the disk: in a row of the shard and in one of the journal."""
-    return 2 * len(portion)
+    return 2 * portion_bytes(portion)
 
 
 def _summarize(capture: Draft, tensor: torch.Tensor) -> None:

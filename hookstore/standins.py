@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookstore.containers import DEEPEST, Inputs, children_of, fill, keys_of, rebuild, refuse_container
+from hookstore.containers import DEEPEST, Inputs, are_same, children_of, fill, keys_of, rebuild, refuse_container
 from hookstore.errors import UnsupportedModelError
 
 _is_compiling = torch.compiler.is_compiling
@@ -151,7 +151,7 @@ class StandIns:
         if not children:
             return value
         translated = [self._translate(child, depth + 1) for child in children]
-        if all(one is other for one, other in zip(translated, children, strict=True)):
+        if are_same(translated, children):
             return value
         if isinstance(value, tuple):
             return rebuild(value, translated)
@@ -179,9 +179,10 @@ class StandIns:
                 return after
         if entry.was_handed_on:
             translated = entry.tensor if returned is base else _same_view(returned, entry.tensor)
-        elif returned.is_nested:
+        elif returned.is_nested or returned.layout != torch.strided:
+            kind = "nested" if returned.is_nested else f"{returned.layout}".removeprefix("torch.")
             raise UnsupportedModelError(
-                "the module returns a nested tensor as it came in, of which torch makes no view, so that its gradient cannot be edited; have it return a clone"
+                f"the module returns a {kind} tensor as it came in, of which torch makes no view, so that its gradient cannot be edited; have it return a clone"
             )
         else:
             translated = HookstoreOutput.apply(entry.tensor, returned)
@@ -225,6 +226,10 @@ class _Entry:
         """Give the tensor the history of its stand-in; what autograd has saved of it stays valid, since nothing is written."""
         with _preserve_version(self.tensor):
             HookstoreSameTensor.apply(self.tensor, self.stand_in)
+        if self.tensor._base is not None:
+            _ = (
+                self.tensor.grad_fn
+            )  # a view notes the version of which its history is: now, at that which stays, or the next edit would leave it as it is
         self.was_handed_on = True
 
 

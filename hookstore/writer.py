@@ -33,7 +33,7 @@ from hookstore.arrays import ArrayStore
 from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderBusyError, RecorderClosedError, name_error
-from hookstore.files import FRAME_ROW_BYTES, sync_directory, sync_paths, system, tail_bytes_of
+from hookstore.files import FRAME_ROW_BYTES, portion_bytes, sync_directory, sync_paths, system, tail_bytes_of
 from hookstore.flight import Event, Flight, row_of_batch
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
 from hookstore.layout import Array, Draft
@@ -519,13 +519,17 @@ class Writer:
     def _origins(self, notes: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> list[Origin]:
         """Return the structures and loss scales of a region's captures, and let the numbers count through them."""
         structures, scales = notes["structure"], notes["scale"]
-        first = _origin(self._stager.structures, structures[0], scales[0])
+        first = self._origin(structures[0], scales[0])
         if len(notes) == 1 or ((structures == structures[0]).all() and (scales.view("<u4") == scales[:1].view("<u4")).all()):
             return [first]
         origins = {first: 0}
         for position, pair in enumerate(zip(structures.tolist(), scales.tolist(), strict=True)):
-            numbers["origin"][position] = origins.setdefault(_origin(self._stager.structures, *pair), len(origins))
+            numbers["origin"][position] = origins.setdefault(self._origin(*pair), len(origins))
         return list(origins)
+
+    def _origin(self, structure: int, scale: Any) -> Origin:
+        """Return what a note says of a capture's structure, loss scale and whole shape."""
+        return Origin(self._stager.structures[structure], _scale_of(scale), self._stager.whole_shapes[structure])
 
     def _write_one(self, prepared: Prepared) -> tuple[ShardWriter, np.ndarray[Any, Any]]:
         """Write a region of one capture, as large ones are: without NumPy, whose calls cost more than they do here."""
@@ -631,7 +635,7 @@ class Writer:
             dtype=capture.dtype,
             nbytes=0,  # follows from shape, dtype and status
             wall_time=capture.wall_time_us,
-            loss_scale=None if shard is None and capture.statistics is None else _origin((), 0, capture.scale).loss_scale,
+            loss_scale=None if shard is None and capture.statistics is None else _scale_of(capture.scale),
             shard="" if shard is None else shard.key,
             offset=offset,
             length=length,
@@ -639,6 +643,7 @@ class Writer:
             status=capture.status,
             reason=capture.reason,
             structure=self._stager.structures[capture.structure],
+            whole_shape=self._stager.whole_shapes[capture.structure],
             portion=capture.take.text,
             statistics=None if capture.statistics is None else divided(capture.statistics, np.float64(capture.scale)),
         )
@@ -658,7 +663,7 @@ class Writer:
             return
         batch = make_batch([block for block, _ in self._blocks], self._schema)
         self._manifest.append(batch)
-        text_bytes = sum(len(block.portion) * len(block.numbers) for block, _ in self._blocks)
+        text_bytes = sum(portion_bytes(block.portion) * len(block.numbers) for block, _ in self._blocks)
         self._count_journal(batch.num_rows * FRAME_ROW_BYTES + text_bytes)
         self._needs_mark = True
         self.num_acknowledged += batch.num_rows
@@ -749,7 +754,6 @@ def _coordinates_of(notes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers
 
 
-def _origin(structures: Sequence[str], structure: int, scale: Any) -> Origin:
-    """Return what a note says of a capture's structure and loss scale."""
+def _scale_of(scale: Any) -> float | None:
     value = float(scale)
-    return Origin(structures[structure] if structures else "", None if math.isnan(value) else value)
+    return None if math.isnan(value) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 import tempfile
@@ -560,3 +561,39 @@ with hookstore.open(sys.argv[1]) as run:
     assert run.annotations["sample_id"][0, 0].tolist() == [0, 1, 2]
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code, tmp_path / "run"], check=True)
+
+
+@pytest.mark.parametrize("select", [{"sample": 8}, {0: slice(0, 8)}, {"sample": [0, 3]}])
+def test_parts_of_an_axis_that_is_not_that_of_the_samples_are_not_joined(tmp_path, select):
+    """The part alone does not tell: of 80 rows of tokens, as of 16 of samples, eight are kept."""
+    model = nn.ModuleDict({"samples": Given(), "tokens": Given()})
+    with recording(model, tmp_path / "run", captures=[Capture(layers=["samples", "tokens"], select=select)]) as recorder:
+        recorder.at(epoch=0, batch=0)
+        recorder.annotate(sample_id=range(16))
+        model["samples"](rows_of(range(16)))
+        model["tokens"](rows_of(range(80)))
+    with hookstore.open(tmp_path / "run") as run:
+        history = run.sample(3)
+        np.testing.assert_array_equal(history["samples"].activation[0, 0], [3.0] * 3)
+        assert len(history["tokens"].activation) == 0
+        assert "is 80, and the batch was annotated with 16" in history["tokens"].activation.missing[0, 0]
+        assert {row["whole_shape"] for row in run.manifest.to_pylist() if row["kind"] == "activation"} == {"16,3", "80,3"}
+
+
+def test_samples_are_found_by_whole_numbers_that_float64_does_not_hold(tmp_path):
+    first = 2**60
+    with record_batches(tmp_path / "run", [[torch.arange(first, first + 4)]]) as run:
+        for value, index in ((np.uint64(first + 3), 3), (float(first), 0)):
+            ((where, _),) = run.sample(value)._found
+            assert where.index == index
+        for absent in (np.uint64(first + 9), float(first) + 1024, first + 4, 2**70, math.inf):
+            with pytest.raises(MissingCaptureError):
+                run.sample(absent)
+
+
+def test_a_loss_whose_name_is_no_text_is_refused(tmp_path):
+    model = nn.Sequential(Given())
+    with recording(model, tmp_path / "run", layers="0") as recorder:
+        for name in (None, 5, b"a"):
+            with pytest.raises(OptionError, match="name: expected a Python identifier"):
+                recorder.loss(1.0, name=name)

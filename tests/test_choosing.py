@@ -303,7 +303,7 @@ def test_a_tensor_without_that_axis_is_a_gap_that_says_so(tmp_path):
     [
         ({"sample": [7]}, "select wants position 7 of axis 'sample', which has 5"),
         (lambda tensor: tensor.no_such_thing, "select raised AttributeError"),
-        (lambda tensor: tensor.tolist(), "select raised TypeError: select returned a list"),
+        (lambda tensor: tensor.tolist(), "select raised TypeError: it returned a list"),
     ],
 )
 def test_training_goes_on_where_there_is_no_such_part(tmp_path, select, reason):

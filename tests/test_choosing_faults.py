@@ -190,3 +190,96 @@ def test_statistics_alone_are_no_gaps(tmp_path):
         model(torch.ones(2, 3))
     found = hookstore.verify(tmp_path / "run")
     assert (found.is_sound, found.num_captures, found.num_gaps) == (True, 0, 0)
+
+
+def test_a_function_that_draws_random_numbers_takes_none_from_the_training(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    inputs = torch.ones(8, 4)
+    outputs = []
+    for number, captures in enumerate(([], [hookstore.Capture(layers="0", select=lambda tensor: tensor[torch.randperm(8)[:2]])])):
+        torch.manual_seed(3)
+        with recording(model, tmp_path / str(number), captures=captures or [hookstore.Capture(layers="0")]):
+            outputs.append(model(inputs))
+    assert torch.equal(*outputs)
+
+
+def test_an_axis_that_is_named_twice_by_its_number_from_both_ends_is_a_gap(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with recording(model, tmp_path / "run", captures=[hookstore.Capture(select={0: [0, 1], -2: [1, 0]})]) as recorder:
+        recorder.at(epoch=0, batch=0)
+        with pytest.warns(hookstore.CaptureWarning, match="names one axis twice"):
+            model(torch.ones(2, 3))
+        recorder.at(epoch=0, batch=1)
+        model(torch.ones(2, 2, 3))
+    with hookstore.open(tmp_path / "run") as run:
+        assert {row["batch"]: row["status"] for row in run.manifest.to_pylist()} == {0: "skipped", 1: "ok"}
+
+
+def test_functions_of_one_name_are_asked_for_by_their_texts(tmp_path):
+    def first_or_last(*, is_first):
+        def function(tensor):
+            return tensor[:1] if is_first else tensor[-1:]
+
+        return function
+
+    first, last = first_or_last(is_first=True), first_or_last(is_first=False)
+    model = nn.Sequential(nn.Identity())
+    with recording(model, tmp_path / "run", captures=[hookstore.Capture(select=first), hookstore.Capture(select=last)]):
+        model(torch.arange(4.0))
+    with hookstore.open(tmp_path / "run") as run:
+        captures = run["0"].activation
+        with pytest.raises(hookstore.OptionError, match="several functions of that name"):
+            captures.portion(last)
+        assert sorted(captures.portion(text)[0, 0].item() for text in captures.portions) == [0.0, 3.0]
+
+
+class _Equal:
+    """Equals everything, in a way that nobody can ask for."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return torch.tensor([True, False])
+
+    def __call__(self, tensor):
+        return tensor[:1]
+
+
+def test_functions_are_not_compared(tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with recording(model, tmp_path / "run", captures=[hookstore.Capture(layers=layer, select=_Equal()) for layer in "01"]):
+        model(torch.arange(4.0))
+    with hookstore.open(tmp_path / "run") as run:
+        assert run["1"].activation[0, 0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": None}, "kinds: expected some of"),
+        ({"kinds": 5}, "kinds: expected some of"),
+        ({"phases": None}, "phases: expected some of"),
+        ({"stats": torch.ones(2)}, "stats: expected False, True or 'only'"),
+        ({"select": {"sample": torch.tensor(8.0)}}, "select: expected axes, sizes, bounds and positions as whole numbers"),
+        ({"select": {"sample": [torch.tensor(1.5)]}}, "select: expected axes, sizes, bounds and positions as whole numbers"),
+        ({"select": {"sample": [10**5000]}}, "select: expected axes, sizes, bounds and positions as whole numbers"),
+        ({"select": {torch.tensor(1.5): 2}}, "select: expected axes, sizes, bounds and positions as whole numbers"),
+        ({"dims": ("s" * 101,)}, "dims: expected names .* of at most 100 characters"),
+    ],
+)
+def test_what_is_no_option_is_said(options, message):
+    with pytest.raises(hookstore.OptionError, match=message):
+        hookstore.Capture(**options)
+
+
+def test_names_of_functions_may_have_any_length(tmp_path):
+    def function(tensor):
+        return tensor[:1]
+
+    function.__qualname__ = "f" * 5000
+    model = nn.Sequential(nn.Identity())
+    with recording(model, tmp_path / "run", captures=[hookstore.Capture(select=function)]):
+        model(torch.arange(4.0))
+    with hookstore.open(tmp_path / "run") as run:
+        assert run["0"].activation.portion(function)[0, 0].tolist() == [0.0]
+    assert hookstore.verify(tmp_path / "run").is_sound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -240,7 +241,9 @@ def test_an_edit_of_a_wrapper_is_one_of_what_it_holds():
 # What is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), True, "1", None, 1j, torch.ones(2), torch.ones(1)])
+@pytest.mark.parametrize(
+    "number", [float("nan"), float("inf"), 10**400, True, "1", None, 1j, torch.tensor(1j), torch.ones(2), torch.ones(1)]
+)
 def test_numbers_that_cannot_be_used_are_refused(number):
     module = nn.Linear(1, 1)
     for make, option in ((clip_gradient, "max_norm"), (reverse_gradient, "alpha"), (scale_gradient, "factor")):
@@ -292,6 +295,21 @@ def test_function_transforms_are_refused():
     reverse_gradient(module)
     with pytest.raises(UnsupportedModelError, match="Linear whose gradient is edited was called inside a function transform"):
         torch.func.grad(lambda tensor: module(tensor).sum())(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")
+@pytest.mark.parametrize("is_training", [True, False])
+def test_function_transforms_that_hide_a_gradient_are_refused(is_training):
+    """What they wrap requires grad, and the wrapper does not say so."""
+    module = nn.Linear(3, 3).train(is_training)
+    reverse_gradient(module)
+    inputs = torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(UnsupportedModelError, match="inside a function transform"):
+        torch.vmap(module)(inputs * 1)
+    with pytest.raises(UnsupportedModelError, match="inside a function transform"):
+        torch.func.jvp(module, (inputs * 1,), (torch.ones(2, 3),))
+    module.eval()
+    assert torch.vmap(module)(inputs.detach()).shape == (2, 3)  # no gradient leaves it
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")
@@ -490,6 +508,19 @@ def test_a_leaf_is_not_edited_in_place():
     for leaf in (torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True).view(2, 1)):
         with pytest.raises(RuntimeError, match="HookstoreScaledGradient is a view and is being modified inplace"):
             module(leaf)
+
+
+@pytest.mark.parametrize("num_edits", [0, 1, 2, 3])
+def test_the_base_of_a_view_that_the_module_edits_may_be_edited_any_number_of_times(num_edits):
+    module = Does(lambda tensor: tensor.mul_(3))
+    scale_gradient(module, 0.5)
+    leaf = torch.ones(3, requires_grad=True)
+    base = leaf * 1
+    output = module(base[1:])
+    for _ in range(num_edits):
+        base.mul_(2)
+    output.sum().backward()
+    assert leaf.grad.tolist() == [0, *[1.5 * 2**num_edits] * 2]
 
 
 def test_values_that_change_without_grad_are_seen_by_all():
@@ -986,6 +1017,26 @@ def test_the_edit_has_a_derivative(max_norm):
     assert torch.allclose(of(lambda module: reverse_gradient(module, 0.5)), 0.25 * 6 * start * torch.arange(4.0))
 
 
+def test_a_complex_gradient_that_is_not_clipped_passes_to_the_bit():
+    module = Does(lambda tensor: tensor + 0)
+    clip_gradient(module, 1e9)
+    given = torch.tensor([complex(-0.0, -1.0), complex(0.0, -0.0), complex(2.0, 1.0)])
+    for gradient in (given, torch.tensor([complex(1.0, math.inf), complex(-0.0, 1.0), complex(0.0, 0.0)])):
+        tensor = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+        module(tensor).backward(gradient)
+        assert torch.equal(torch.view_as_real(tensor.grad).view(torch.int32), torch.view_as_real(gradient).view(torch.int32))
+
+
+def test_sparse_tensors_without_views_are_refused():
+    module = Does(lambda tensor: tensor)
+    scale_gradient(module, 2.0)
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(UnsupportedModelError, match="a sparse leaf"):
+        module(sparse.clone().requires_grad_())
+    with pytest.raises(UnsupportedModelError, match="returns a sparse_coo tensor as it came in"):
+        module(sparse.clone().requires_grad_() * 2)
+
+
 def test_the_derivative_of_a_clipped_gradient_of_zeros_is_none_of_nan():
     tensor, module = torch.zeros(2, requires_grad=True), Does(lambda one: one**3)
     clip_gradient(module, 0.5)
@@ -1090,6 +1141,37 @@ def test_a_module_that_calls_itself():
     leaf = torch.ones(1, requires_grad=True)
     module(leaf * 1, 2).backward()
     assert leaf.grad.item() == -54
+
+
+@pytest.mark.parametrize("by", ["hook", "edit"])
+def test_an_inner_call_that_a_hook_breaks_off_leaves_the_outer_one_its_edit(by):
+    class Inner(nn.Module):
+        def forward(self, tensor, depth=0):
+            if depth:
+                return tensor
+            with contextlib.suppress(KeyError, OptionError):
+                self(tensor, 1)
+            return tensor.mul_(3)
+
+    module = Inner()
+    scale_gradient(module, 0.5)
+    if by == "hook":
+
+        def refuse(_module, args):
+            if len(args) > 1:
+                raise KeyError("not twice")
+
+        module.register_forward_pre_hook(refuse, prepend=True)
+        factor = 0.5
+    else:
+        factors = iter([2.0, math.nan])
+        scale_gradient(module, lambda: next(factors))
+        factor = 1.0
+    leaf = torch.ones(2, requires_grad=True)
+    tensor = leaf * 1
+    module(tensor)
+    tensor.sum().backward()
+    assert leaf.grad.tolist() == [3 * factor] * 2
 
 
 def test_nothing_is_kept_of_a_call():
@@ -1356,6 +1438,31 @@ def test_a_number_that_changes_is_compiled_twice_at_most():
         assert tensor.grad.item() == -2 * step / 8
     edit.remove()
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("number", [-1.0, math.nan, math.inf, True])
+@pytest.mark.usefixtures("new_compiler")
+def test_a_number_that_cannot_be_used_is_refused_in_a_compiled_model(number):
+    module = linear([2.0])
+    with clip_gradient(module, lambda: number), pytest.raises(Exception, match="max_norm: the callable returned no finite number"):
+        torch.compile(nn.Sequential(module), backend="eager", fullgraph=True)(torch.ones(1, 1, requires_grad=True))
+
+
+@pytest.mark.usefixtures("new_compiler")
+def test_tuples_in_tuples_are_traced():
+    module = Does(lambda tensor, cache: tensor * cache[0][0] + cache[1][1])
+    edit = scale_gradient(module, 0.5)
+
+    def step(leaf):
+        return module(leaf * 1, ((leaf * 2, leaf * 3), (leaf * 4, torch.ones(3)))).sum()
+
+    found = []
+    for function in (step, torch.compile(step, backend="eager", fullgraph=True)):
+        leaf = torch.ones(3, requires_grad=True)
+        function(leaf).backward()
+        found.append(leaf.grad.tolist())
+    edit.remove()
+    assert found == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

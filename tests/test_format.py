@@ -21,6 +21,7 @@ from hookstore.format import (
     PHASES,
     PORTION_COLUMN,
     SHARD_TARGET_BYTES,
+    WHOLE_SHAPE_COLUMN,
     ArraySpec,
     Row,
     align,
@@ -519,7 +520,7 @@ def test_names_of_segments_and_parts_are_pinned() -> None:
 
 
 def test_rows_and_columns_agree() -> None:
-    assert Row._fields == (*(name for name, _, _ in MANIFEST_COLUMNS), PORTION_COLUMN[0], "statistics")
+    assert Row._fields == (*(name for name, _, _ in MANIFEST_COLUMNS), PORTION_COLUMN[0], WHOLE_SHAPE_COLUMN[0], "statistics")
     assert len(set(Row._fields)) == len(Row._fields)
 
 

@@ -112,7 +112,10 @@ def manifest_table() -> str:
     """Return the table of the manifest's columns."""
     heading = ["| column | Arrow type | meaning |", "|---|---|---|"]
     rows = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in spec.MANIFEST_COLUMNS]
-    more = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in (spec.PORTION_COLUMN, *spec.STATISTICS_COLUMNS)]
+    more = [
+        f"| `{name}` | {kind} | {meaning} |"
+        for name, kind, meaning in (spec.PORTION_COLUMN, spec.WHOLE_SHAPE_COLUMN, *spec.STATISTICS_COLUMNS)
+    ]
     optional = "Only in runs in which parts of tensors, or statistics, were asked for. Statistics are of the tensor as it is stored, divided by its loss scale:"
     return "\n".join([*heading, *rows, "", optional, "", *heading, *more])
 
