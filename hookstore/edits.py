@@ -281,7 +281,8 @@ class PreHook(InertCopy):
         edit = self._edit
         if _is_compiling():
             return None if _is_exporting() else edit.trace(args, kwargs)
-        stack, depth = edit.calls.stack, _num_calls(module)
+        stack = edit.calls.stack
+        depth = _num_calls(module) if stack else 1  # (counting takes six microseconds)
         if stack and depth == 1:
             edit.forget_calls()
         stack.append((depth, None))

@@ -148,7 +148,8 @@ class GradientEdit:
 
     Under ``torch.compile`` the edit is a part of the graph: in-place edits of the module's inputs, and those named above, are refused by torch there, absent
     gradients may be zeros, and a callable is traced, so that a number that it takes from Python costs one more compilation, after which it is an input of the
-    graph. Making or ending an edit discards what has been compiled.
+    graph; a tensor that it returns is not looked at. Inside `torch.utils.checkpoint` the compiler leaves the module out of the graph, and with ``fullgraph``
+    refuses it. Making or ending an edit discards what has been compiled.
     """
 
     __slots__ = ("__weakref__", "_edit", "_handles")

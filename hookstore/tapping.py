@@ -48,7 +48,7 @@ def tap(
     Tensors are the very objects that the model works with: what it edits in place later shows the edit, parameters and their gradients show what the
     optimizer does to them, and everything that is kept keeps its graph, and so its memory, until the model is called again, in whatever mode. Of two forwards
     in one step the second empties what the first left, gradients that come later included: take the values between them. Who calls only parts of a model
-    empties the tap by `Tap.clear`.
+    empties the tap by `Tap.clear`. The ``"input"`` of a module whose gradient is edited is what stands in for it there: a loss on it is edited, too.
 
     Parameters
     ----------
