@@ -227,9 +227,8 @@ class _Entry:
         with _preserve_version(self.tensor):
             HookstoreSameTensor.apply(self.tensor, self.stand_in)
         if self.tensor._base is not None:
-            _ = (
-                self.tensor.grad_fn
-            )  # a view notes the version of which its history is: now, at that which stays, or the next edit would leave it as it is
+            # A view notes of which version its history is: now, of that which stays, or the next edit would leave it as it is.
+            _ = self.tensor.grad_fn
         self.was_handed_on = True
 
 

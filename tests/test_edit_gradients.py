@@ -10,6 +10,7 @@ import gc
 import io
 import math
 import pickle
+import random
 import shutil
 import threading
 import types
@@ -521,6 +522,78 @@ def test_the_base_of_a_view_that_the_module_edits_may_be_edited_any_number_of_ti
         base.mul_(2)
     output.sum().backward()
     assert leaf.grad.tolist() == [0, *[1.5 * 2**num_edits] * 2]
+
+
+def random_step(chance, tensors):
+    """Edit one of some tensors in place, or add a view of it or a new tensor."""
+    tensor = chance.choice(tensors)
+    kind = chance.choice((0, 0, 1, 2, 2, 2, 3, 4))
+    if kind == 0:
+        tensor.mul_(chance.choice([2.0, 0.5]))
+    elif kind == 1:
+        tensor.sin_()
+    elif kind == 2:
+        tensors.append(tensor[1:] if len(tensor) > 2 else tensor.view_as(tensor))
+    elif kind == 3:
+        tensors.append(tensor * chance.choice([3.0, -1.0]))
+    else:
+        tensor[:1].add_(1.0)
+
+
+def random_gradients(seed, *, is_edited):
+    """Run a random program around a module that is one itself; return the gradients of its leaves."""
+    chance = random.Random(seed)
+    leaves = [torch.linspace(0.1, 1.0, 5).requires_grad_() for _ in range(2)]
+
+    def body(*inputs):
+        inside = [*inputs]
+        for _ in range(chance.randrange(4)):
+            random_step(chance, inside)
+        return tuple(chance.choice(inside) for _ in range(chance.randrange(1, 3)))
+
+    inner = Does(body)
+    module = (
+        inner
+        if chance.random() < 0.6
+        else Does(lambda *inputs: inner(*(tensor * 1 if chance.random() < 0.3 else tensor for tensor in inputs)))
+    )
+    if is_edited:
+        for _ in range(chance.randrange(1, 3)):
+            scale_gradient(inner, 1.0)
+        if module is not inner:
+            scale_gradient(module, 1.0)
+    else:
+        chance.randrange(1, 3)
+    outside = [leaf * 1 for leaf in leaves]
+    for _ in range(chance.randrange(3)):
+        random_step(chance, outside)
+    given = [chance.choice(outside), chance.choice(outside)][: chance.randrange(1, 3)]
+    outside += module(*given)
+    for _ in range(chance.randrange(4)):
+        random_step(chance, outside)
+    sum((number + 1) * tensor.sin().sum() for number, tensor in enumerate(outside)).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("first", range(0, 3000, 500))
+def test_random_programs_have_the_gradients_that_they_have_without_an_edit(first):
+    """Or torch, or the edit, refuses them: in-place edits of views and of what was passed on."""
+    num_equal = num_refused = 0
+    for seed in range(first, first + 500):
+        try:
+            expected = random_gradients(seed, is_edited=False)
+        except RuntimeError:  # torch refuses the program
+            continue
+        try:
+            found = random_gradients(seed, is_edited=True)
+        except (RuntimeError, UnsupportedModelError):
+            num_refused += 1
+            continue
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None), seed
+            assert one is None or torch.allclose(one, other, rtol=1e-4, atol=1e-5), seed
+        num_equal += 1
+    assert num_equal > 200, (num_equal, num_refused)
 
 
 def test_values_that_change_without_grad_are_seen_by_all():
