@@ -62,12 +62,10 @@ def _no_syncs(monkeypatch):
 
 @pytest.fixture(name="new_compiler")
 def _new_compiler():
-    """Nothing is compiled before or left after, nor is the compiler set otherwise by what other tests have left to be collected.
-
-    The compiler looks at the gradient of whatever it is given.
-    """
-    gc.collect()
-    assert torch._dynamo.config.skip_nnmodule_hook_guards
+    """Nothing is compiled before or left after; the compiler looks at the gradient of whatever it is given."""
+    gc.collect()  # edits and recordings that tests have left
+    # Torch has these settings for each thread: a recording that was closed on another thread leaves those of this one.
+    torch._dynamo.config.skip_nnmodule_hook_guards = True
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
