@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -17,6 +20,26 @@ class Adapter(nn.Module):
 
     def forward(self, inputs):
         return self.base(inputs) + 100
+
+
+class Does(nn.Module):
+    """Does what a function does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@dataclasses.dataclass
+class Open:
+    """Holds two values."""
+
+    one: torch.Tensor
+    two: object = None
 
 
 def linear(*rows):
@@ -35,3 +58,16 @@ def recording(model, path, **options):
 def values(captures, *where, **options):
     """Return a capture as lists."""
     return captures.get(*where, **options).tolist()
+
+
+def loss_of(output):
+    """Return a loss whose gradient is not the same everywhere."""
+    return output.square().sum()
+
+
+def tensors_of(value):
+    """Return the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict | collections.UserDict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors_of(item)]
