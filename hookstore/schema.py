@@ -42,6 +42,9 @@ def schema_with(*, portion: bool, statistics: bool) -> pa.Schema:
 
 FULL_SCHEMA = schema_with(portion=True, statistics=True)
 _KNOWN = (_EARLIER, *(schema_with(portion=portion, statistics=statistics) for portion in (False, True) for statistics in (False, True)))
+_KNOWN += tuple(
+    known.remove(known.get_field_index(WHOLE_SHAPE_COLUMN[0])) for known in _KNOWN if WHOLE_SHAPE_COLUMN[0] in known.names
+)  # likewise
 TEXT_COLUMNS = tuple(field.name for field in FULL_SCHEMA if field.type == pa.string())
 NUMS_COLUMNS = frozenset(map(len, _KNOWN))
 
@@ -87,10 +90,9 @@ def conform(rows: pa.RecordBatch | pa.Table, schema: pa.Schema) -> pa.RecordBatc
 
 
 def widened(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """Return rows of an earlier run with the column that all runs have by now."""
-    if "structure" in rows.schema.names:
-        return rows
-    return conform(rows, coded(SCHEMA) if rows.schema.field("layer").type == _CODED_TEXT else SCHEMA)
+    """Return rows of an earlier run with the columns that such runs have by now."""
+    schema = whole([rows.schema])
+    return conform(rows, coded(schema) if rows.schema.field("layer").type == _CODED_TEXT else schema)
 
 
 def table_of(batches: Sequence[pa.RecordBatch]) -> pa.Table:

@@ -22,6 +22,7 @@ import hookstore
 from hookstore import Capture, CaptureWarning, MissingCaptureError, OptionError
 from hookstore.cli import app
 from hookstore.joined import join
+from hookstore.schema import schema_with
 
 
 class Given(nn.Module):
@@ -597,3 +598,24 @@ def test_a_loss_whose_name_is_no_text_is_refused(tmp_path):
         for name in (None, 5, b"a"):
             with pytest.raises(OptionError, match="name: expected a Python identifier"):
                 recorder.loss(1.0, name=name)
+
+
+def test_runs_that_were_made_before_the_shape_of_the_whole_was_noted_are_read_and_gone_on_with(tmp_path, monkeypatch):
+    def of_then(**options):
+        schema = schema_with(**options)
+        return schema.remove(schema.get_field_index("whole_shape"))
+
+    path = tmp_path / "run"
+    captures = [Capture(layers="0", select={"sample": 2}, stats=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr("hookstore.recorder.schema_with", of_then)
+        record_batches(path, [[[1, 2, 3]]], captures).close()
+    with hookstore.open(path) as run:
+        assert run["0"].activation[0, 0].tolist() == [[1.0] * 3, [2.0] * 3]
+        assert "of what shape the whole tensor was" in run.sample(2)["0"].activation.missing[0, 0]
+    record_batches(path, [[], [[1, 2, 3]]], captures, mode="a").close()
+    assert hookstore.verify(path).is_sound
+    with hookstore.open(path) as run:
+        history = run.sample(2)["0"].activation
+        assert [*history] == [(1, 0)]
+        assert [*history.missing] == [(0, 0)]
