@@ -90,7 +90,15 @@ def conform(rows: pa.RecordBatch | pa.Table, schema: pa.Schema) -> pa.RecordBatc
 
 
 def widened(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """Return rows of an earlier run with the columns that such runs have by now."""
+    """Return rows of an earlier run with the columns that such runs have by now.
+
+    Raises
+    ------
+    ValueError
+        If no writer ever wrote these columns in this order.
+    """
+    if not any(rows.schema.names == known.names for known in _KNOWN):
+        raise ValueError(f"there are other columns, or in another order: {', '.join(rows.schema.names)}")
     schema = whole([rows.schema])
     return conform(rows, coded(schema) if rows.schema.field("layer").type == _CODED_TEXT else schema)
 
