@@ -650,7 +650,7 @@ def _read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
         raise ValueError(f"there is a {message.type} where rows are expected")
     if _is_compressed(message.metadata.to_pybytes()):
         raise ValueError("the rows are compressed")
-    return _checked(widened(pa.ipc.read_record_batch(message, schema)))
+    return _checked(pa.ipc.read_record_batch(message, schema))
 
 
 def _is_compressed(metadata: bytes) -> bool:
@@ -672,8 +672,7 @@ def _flatbuffer_field(contents: bytes, table: int, number: int) -> int:
 def _checked(rows: pa.RecordBatch | pa.Table, *, is_coded: bool = False) -> pa.RecordBatch | pa.Table:
     """Return rows in a schema of the manifest; Arrow trusts what it reads unless it is asked to look."""
     rows.validate(full=True)
-    schema = whole([rows.schema])
-    cast = rows.cast(coded(schema) if is_coded else schema)
+    cast = widened(rows, is_coded=is_coded)
     if (
         any(cast.column(field.name).null_count for field in cast.schema if not field.nullable)
         or pc.list_flatten(cast.column("shape")).null_count
@@ -981,7 +980,7 @@ def load_part(path: str, crc: int) -> pa.Table:
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
         texts = [name for name in TEXT_COLUMNS if name in pq.read_schema(pa.BufferReader(contents)).names]
         part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts, page_checksum_verification=True)
-        rows = _checked(widened(part.read()), is_coded=True)
+        rows = _checked(part.read(), is_coded=True)
         _check_times(rows)
         _check_texts(rows)
     except (FileNotFoundError, CorruptRunError):

@@ -89,18 +89,19 @@ def conform(rows: pa.RecordBatch | pa.Table, schema: pa.Schema) -> pa.RecordBatc
     return type(rows).from_arrays(columns, schema=schema)
 
 
-def widened(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
-    """Return rows of an earlier run with the columns that such runs have by now.
+def widened(rows: pa.RecordBatch | pa.Table, *, is_coded: bool = False) -> pa.RecordBatch | pa.Table:
+    """Return rows, of an earlier run too, with the columns and the types that such runs have by now.
 
     Raises
     ------
-    ValueError
-        If no writer ever wrote these columns in this order.
+    pyarrow.ArrowException, ValueError
+        If no writer ever wrote these columns in this order, or with such types.
     """
-    if not any(rows.schema.names == known.names for known in _KNOWN):
+    then = next((known for known in _KNOWN if known.names == rows.schema.names), None)
+    if then is None:
         raise ValueError(f"there are other columns, or in another order: {', '.join(rows.schema.names)}")
-    schema = whole([rows.schema])
-    return conform(rows, coded(schema) if rows.schema.field("layer").type == _CODED_TEXT else schema)
+    now = whole([then])
+    return conform(rows.cast(coded(then) if is_coded else then), coded(now) if is_coded else now)
 
 
 def table_of(batches: Sequence[pa.RecordBatch]) -> pa.Table:

@@ -308,6 +308,7 @@ def test_parts_that_make_no_sense(copied):
         "number for a text": write_part(with_column("layer", pa.array([1] * len(table)))),
         "column that is missing": write_part(table.drop_columns(["layer"])),
         "columns in another order": write_part(table.select(SCHEMA.names[::-1])),
+        "number for a text in an earlier run": write_part(with_column("layer", pa.array([1] * len(table))).drop_columns(["structure"])),
     }
     start = plain.find(texts[0])
     hostile["text that is no UTF-8"][start] = 0xFF
