@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -682,39 +681,6 @@ def test_a_loop_that_is_left_in_order_cuts_nothing_short(path, left):
                 break
     with hookstore.open(path) as run:
         assert run.partial_batches == []
-
-
-def test_on_sigterm_is_for_the_main_thread(path):
-    caught = []
-
-    def begin():
-        try:
-            record(path, [0], on_sigterm="flush")
-        except hookstore.OptionError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    assert caught
-    assert "only be set in the main thread" in caught[0]
-    assert not path.exists()
-    with pytest.raises(hookstore.OptionError, match="on_sigterm: expected 'flush', got 'close'"):
-        record(path, [0], on_sigterm="close")
-
-
-def test_the_handler_of_sigterm_is_put_back(path):
-    before = signal.getsignal(signal.SIGTERM)
-    with hookstore.record(Model(), path, buffer_bytes=1 << 20, on_sigterm="flush"):
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
-    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with hookstore.record(Model(), path, buffer_bytes=1 << 20, on_sigterm="flush", mode="a"):
-            signal.signal(signal.SIGTERM, later := lambda *_: None)
-        assert signal.getsignal(signal.SIGTERM) == later, "who came after us keeps it"
-    finally:
-        signal.signal(signal.SIGTERM, own)
 
 
 # Other processes ---------------------------------------------------------------------------------------------------
