@@ -21,7 +21,7 @@ from hookstore.format import DTYPES, KINDS
 from hookstore.portion import Portion
 from hookstore.schedule import Schedule
 from hookstore.selection import Layer, select_layers
-from hookstore.triggers import check_can_hold, check_when, describe
+from hookstore.triggers import check_can_hold, describe
 from hookstore.wrappers import name_modules
 
 _OF_A_CALL = tuple(kind for kind in KINDS if kind != "parameter_gradient")
@@ -202,7 +202,7 @@ class Choice:
             "select": "" if self._portion is None else self._portion.text,
             "dims": None if capture.dims is None else list(capture.dims),
             "stats": capture.stats,
-            "when": None if capture.when is None else describe(check_when(capture.when, of_capture=True)),
+            "when": None if capture.when is None else describe(capture.when),
             "hold": capture.hold,
         }
 
@@ -387,7 +387,7 @@ def _choose(captures: Sequence[Capture], models: Mapping[str, nn.Module]) -> tup
             portion = Portion(f"{portion.text[:-2]}~{number}()", function=portion.function) if number else portion
         chosen = select_layers(models, capture.layers)
         if capture.when is not None:
-            check_can_hold(check_when(capture.when, of_capture=True), ((layer.name, kind) for layer in chosen for kind in capture.kinds))
+            check_can_hold(capture.when, ((layer.name, kind) for layer in chosen for kind in capture.kinds))
         layers.update((layer.name, layer) for layer in chosen)
         choices.append(Choice(capture, name, [layer.name for layer in chosen], portion))
     return choices, list(layers.values())

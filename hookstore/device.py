@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.errors import UnsupportedModelError
 from hookstore.format import PAGE_BYTES, align
@@ -386,6 +387,11 @@ class Devices:
             with self._lock:
                 device = self._devices.setdefault(tensor.device, StreamDevice(CudaRuntime(tensor.device), self._ring_bytes))
         return device
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Keep dispatch modes around the user's forward (selective checkpointing, FLOP counters) from seeing what we copy and compute."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def check_device(device: torch.device) -> None:

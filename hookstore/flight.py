@@ -24,7 +24,7 @@ from hookstore.regions import NOTE_DTYPE, is_surely_finite, numbers_of_slot, reg
 from hookstore.ring import Ring
 from hookstore.staging import Stager
 from hookstore.statistics import divided
-from hookstore.triggers import Trigger, check_when
+from hookstore.triggers import Trigger
 
 if TYPE_CHECKING:
     from hookstore.writer import Prepared
@@ -197,7 +197,7 @@ class Flight:
         if panel is None:
             for choice in watchers:
                 if choice not in self._judges_of:
-                    self._judges_of[choice] = judges_of(check_when(choice.capture.when, of_capture=True), self._tell)
+                    self._judges_of[choice] = judges_of(choice.capture.when, self._tell)
             panel = self._panels[key] = Panel.of(self._judges, {choice: self._judges_of[choice] for choice in watchers}, layer, kind)
         return panel
 

@@ -17,6 +17,9 @@ from hookstore.format import OF_BATCH, SCALED_KINDS
 from hookstore.statistics import Statistics
 from hookstore.triggers import GradientNorm, NonFinite, Raised, Signalled, Trigger, Where, name_of
 
+_MOST_FIRED = 1024
+Key = tuple[str | int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -203,9 +206,6 @@ class _Window:
         bisect.insort(self._in_order, value)
 
 
-Key = tuple[str | int, ...]
-
-
 class Onset:
     """Says where a condition begins to hold.
 
@@ -248,9 +248,6 @@ class Onset:
         if len(self._fired_in) > _MOST_FIRED:
             self._fired_in = set(sorted(self._fired_in)[_MOST_FIRED // 2 :])
         return True
-
-
-_MOST_FIRED = 1024
 
 
 def keys_of(key: tuple[str, ...], notes: np.ndarray[Any, Any]) -> list[Key]:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.agenda import WHOLE, Take
 from hookstore.clock import Clock, Coordinates
+from hookstore.device import unseen
 from hookstore.layout import Call
 from hookstore.nested import Other
 from hookstore.recomputation import is_without_graph
@@ -171,7 +171,7 @@ class LiveSink:
 
     def _in_form(self, tensor: torch.Tensor, take: Take) -> torch.Tensor:
         """Return what is kept of a tensor; neither the user's modes nor a checkpoint that counts what is saved for backward see how that comes about."""
-        with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext(), _saved_apart():
+        with unseen(), _saved_apart():
             if self._detach:
                 tensor = tensor.detach()
             if take.portion is not None:

@@ -222,12 +222,16 @@ def region_statistics(region: Region, slots: np.ndarray[Any, Any], notes: np.nda
     came = notes["has_statistics"] != 0
     found = np.empty(len(slots), dtype=STATISTICS_DTYPE)
     if came.any():
-        count = region.reserved * _NUM_STATISTICS
-        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
-        found[came] = to_records(vectors[slots[came]])
+        found[came] = to_records(_vectors_of(region, memory)[slots[came]])
     if not came.all():
         found[~came] = _statistics_of_bytes(region, slots[~came], memory)
     return found
+
+
+def _vectors_of(region: Region, memory: memoryview) -> np.ndarray[Any, Any]:
+    """Return what came from devices, as `hookstore.device_statistics.compute` gives it, a row for each slot."""
+    count = region.reserved * _NUM_STATISTICS
+    return np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
 
 
 def _statistics_of_bytes(region: Region, slots: np.ndarray[Any, Any], memory: memoryview) -> np.ndarray[Any, Any]:
@@ -258,9 +262,7 @@ def is_surely_finite(region: Region, slots: np.ndarray[Any, Any], notes: np.ndar
     array = region.array
     came = notes["has_statistics"] != 0
     if came.all():
-        count = region.reserved * _NUM_STATISTICS
-        vectors = np.frombuffer(memory, dtype="<f8", count=count, offset=region.statistics_offset).reshape(-1, _NUM_STATISTICS)
-        return not vectors[slots][:, _NOT_FINITE].any()
+        return not _vectors_of(region, memory)[slots][:, _NOT_FINITE].any()
     if came.any() or len(slots) < region.reserved or region.shapes:
         return False
     numbers = as_numbers(_chunks_of(region, memory), array.spec.dtype)
@@ -276,10 +278,8 @@ def numbers_of_slot(region: Region, slot: int, note: Any, memory: memoryview) ->
     array, shape = region.array, region.shapes.get(slot, region.array.spec.chunk_shape)
     if array.stats == ONLY and note["has_statistics"]:
         return None
-    bits = np.dtype(f"V{array.itemsize}") if array.itemsize == 16 else np.dtype(f"<u{array.itemsize}")
-    start = region.offset + slot * array.stride_bytes
-    chunk = np.frombuffer(memory, bits, count=array.chunk_bytes // array.itemsize, offset=start)
-    return as_numbers(_true_part(chunk, array.spec.chunk_shape, shape), array.spec.dtype).reshape(shape)
+    part = _true_part(_chunks_of(region, memory)[slot], array.spec.chunk_shape, shape)
+    return as_numbers(part, array.spec.dtype).reshape(shape)
 
 
 def _true_part(chunk: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.agenda import WHOLE, Take
 from hookstore.capture import TORCH_DTYPES
 from hookstore.clock import Clock, Coordinates
+from hookstore.device import unseen
 from hookstore.errors import CaptureWarning, RecorderClosedError
 from hookstore.files import DiskBudgetSpent
 from hookstore.format import SCALED_KINDS
@@ -521,7 +521,7 @@ def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Keep modes that are set around the user's forward from seeing what we do, and autograd from following it."""
-    with torch.no_grad(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
+    with torch.no_grad(), unseen():
         yield
 
 

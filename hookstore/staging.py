@@ -6,7 +6,6 @@ giving the lock away and getting it back.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
 import threading
@@ -20,11 +19,10 @@ from typing import Any
 
 import torch
 from crc32c import crc32c
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hookstore.agenda import ONLY
 from hookstore.clock import Coordinates
-from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small
+from hookstore.device import CpuDevice, Devices, FreeList, Transfer, copy_small, unseen
 from hookstore.device_statistics import compute as compute_statistics
 from hookstore.device_statistics import to_records
 from hookstore.errors import CaptureWarning, RecorderBusyError
@@ -296,7 +294,7 @@ class Stager:
         if tensor.numel() == 0:
             capture.scale = math.nan  # it scales nothing, and may live on a device that the writer must not wait for
             if capture.take.stats:
-                with _unseen():
+                with unseen():
                     _summarize(capture, tensor)
             self.note(capture)
             return
@@ -304,7 +302,7 @@ class Stager:
         array = self._catalog.find(capture, epoch_batches=epoch_batches)
         capture.array = array
         if smallest_region(array) > self.arena_bytes:
-            with _unseen():
+            with unseen():
                 capture.scale = float(capture.scale)  # waits for the device, as the pieces do
                 if array.stats:
                     _summarize(capture, tensor)
@@ -396,10 +394,7 @@ class Stager:
         """Have a loss scale that lives on a device arrive in the note of a slot: asking for its value would wait for all that the device has to do."""
         start = region.notes_offset + slot * NOTE.size + _SCALE_OFFSET
         destination = self._arena[start : start + 4].view(torch.float32)
-        if torch._C._len_torch_dispatch_stack() > 0:
-            with _disable_current_modes():
-                transfer = self._devices.of(scale).copy(destination, scale.detach().reshape(1))
-        else:
+        with unseen():
             transfer = self._devices.of(scale).copy(destination, scale.detach().reshape(1))
         if transfer is not None:
             region.transfers.append(transfer)
@@ -408,7 +403,7 @@ class Stager:
         """Have the statistics of a tensor that lives on a device computed there, and arrive behind the notes."""
         start = region.statistics_offset + slot * STATISTICS_BYTES
         destination = self._arena[start : start + STATISTICS_BYTES].view(torch.float64)
-        with torch.no_grad(), _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
+        with torch.no_grad(), unseen():
             stored = tensor.to(getattr(torch, region.array.spec.dtype))
             vector = compute_statistics(stored)
             transfer = self._devices.of(vector).copy(destination, vector)
@@ -454,9 +449,8 @@ class Stager:
         self.queue.put(capture)
 
     def _copy(self, array: Array, start: int, shape: tuple[int, ...], tensor: torch.Tensor) -> Transfer | None:
-        if torch._C._len_torch_dispatch_stack() > 0:
-            # A dispatch mode around the user's forward (selective checkpointing, FLOP counters) must not see our copy.
-            with _disable_current_modes():
+        if torch._C._len_torch_dispatch_stack() > 0:  # (most often not, and a context manager costs)
+            with unseen():
                 return self._copy_into(array, start, shape, tensor)
         return self._copy_into(array, start, shape, tensor)
 
@@ -879,11 +873,6 @@ class Stager:
         with self._lock:
             self.failure = failure
             self._room.notify_all()
-
-
-def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """Keep dispatch modes around the user's forward (selective checkpointing, FLOP counters) from seeing what we compute."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 def _text_bytes(portion: str) -> int:
