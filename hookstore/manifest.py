@@ -8,26 +8,20 @@ place of its segment.
 from __future__ import annotations
 
 import io
-import itertools
-import math
 import os
 import struct
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from crc32c import crc32c
 
 from hookstore.errors import CaptureWarning, CorruptRunError
 from hookstore.files import (
-    Spool,
-    SpooledRecords,
     check_linked,
     check_no_link,
     read_small,
@@ -37,7 +31,6 @@ from hookstore.files import (
     write_atomically,
 )
 from hookstore.format import (
-    DTYPES,
     FRAME_BYTES,
     FRAME_FORMAT,
     FRAME_ROWS,
@@ -48,14 +41,12 @@ from hookstore.format import (
     SEGMENT_BYTES,
     SEGMENT_ROWS,
     SYNC_FORMAT,
-    Row,
     parse_part_name,
     parse_segment_name,
     part_name,
     segment_name,
 )
 from hookstore.schema import (
-    NUMS_COLUMNS,
     SCHEMA,
     STATISTICS,
     TEXT_COLUMNS,
@@ -66,288 +57,17 @@ from hookstore.schema import (
     plain,
     table_of,
     whole,
-    widened,
 )
-from hookstore.statistics import NO_STATISTICS, STATISTICS_DTYPE
+from hookstore.untrusted import MOST_PIECE_BYTES, NONSENSE, check_sizes, check_texts, check_times, checked, read_batch
 
 # Neighbouring rows differ by little in these, and dictionaries would not pay.
 _DELTA_COLUMNS = ("wall_time", "offset")
 _PLAIN_COLUMNS = ("crc32c",)
 _BATCHES_TOGETHER = 64
 _FRAME_KINDS = (FRAME_SCHEMA, FRAME_ROWS, FRAME_SYNC)
-# More than a part or a segment has, however it was written (65,536 rows that came one by one are 200 MB of journal); what claims more is not read.
-_MOST_PIECE_BYTES = 512 << 20
-_MOST_PIECE_ROWS = 1 << 21
-_MOST_ROW_GROUPS = 16
-_MOST_FOOTER_BYTES = 1 << 20
-_MOST_DIMS = 64
 _MOST_PIECES = 1 << 20
 _MOST_MISSING = 100  # that are listed
-_LEAST_TIME, _MOST_TIME = -62_135_596_800_000_000, 253_402_300_799_999_999  # years 1 to 9999, all that Python has
-Value = TypeVar("Value")
 Key = tuple[int, int, int]  # of a segment or part: rank, attempt, index
-# What pyarrow and struct raise for bytes of any other kind.
-_NONSENSE = (pa.ArrowException, ValueError, TypeError, KeyError, EOFError, OverflowError, OSError, struct.error)
-
-
-NUMBERS_DTYPE = np.dtype(
-    [
-        ("epoch", "<i8"),
-        ("batch", "<i8"),
-        ("call", "<i8"),
-        ("step", "<i8"),
-        ("wall_time", "<i8"),
-        ("offset", "<i8"),
-        ("length", "<i8"),
-        ("backward", "<i4"),
-        ("crc32c", "<u4"),
-        ("shape", "<u4"),
-        ("origin", "<u4"),
-    ]
-)
-"""What differs between the rows of a block; ``shape`` counts through the block's shapes, and ``origin`` through its origins."""
-_NUMBERS = frozenset(NUMBERS_DTYPE.names or ())
-_WITH_STATISTICS_DTYPE = np.dtype([("numbers", NUMBERS_DTYPE), ("statistics", STATISTICS_DTYPE)])
-
-
-class Origin(NamedTuple):
-    """What a tensor was part of, and what it was multiplied by: structure, loss scale and whole shape as in `hookstore.format.Row`."""
-
-    structure: str = ""
-    loss_scale: float | None = None
-    whole_shape: str = ""
-
-
-_PLAIN = Origin()
-
-
-@dataclass(slots=True)
-class RowBlock:
-    """Manifest rows that differ in numbers alone, such as those of one staging region.
-
-    Attributes
-    ----------
-    phase, layer, kind, leaf, rank, attempt, array, dtype, shard, status, reason
-        As in `hookstore.format.Row`.
-    shapes : list of tuple of int
-        True shapes that occur.
-    origins : list of Origin
-        Structures, loss scales and whole shapes that occur.
-    numbers : numpy.ndarray
-        The rows, `NUMBERS_DTYPE`.
-    portion : str
-        As in `hookstore.format.Row`.
-    statistics : numpy.ndarray or None
-        Statistics of each row's tensor, `hookstore.statistics.STATISTICS_DTYPE`, where there are any.
-    """
-
-    phase: str
-    layer: str
-    kind: str
-    leaf: str
-    rank: int
-    attempt: int
-    array: str
-    dtype: str
-    shard: str
-    status: str
-    reason: str
-    shapes: list[tuple[int, ...]]
-    origins: list[Origin]
-    numbers: np.ndarray[Any, Any]
-    portion: str = ""
-    statistics: np.ndarray[Any, Any] | None = None
-
-    @classmethod
-    def of(cls, row: Row) -> RowBlock:
-        """Make a block of one row; its ``nbytes`` follows from shape, dtype and status."""
-        numbers = np.array(
-            [
-                (
-                    row.epoch,
-                    row.batch,
-                    row.call,
-                    row.step,
-                    row.wall_time,
-                    row.offset,
-                    row.length,
-                    row.backward,
-                    row.crc32c,
-                    0,
-                    0,
-                )
-            ],
-            dtype=NUMBERS_DTYPE,
-        )
-        return cls(
-            phase=row.phase,
-            layer=row.layer,
-            kind=row.kind,
-            leaf=row.leaf,
-            rank=row.rank,
-            attempt=row.attempt,
-            array=row.array,
-            dtype=row.dtype,
-            shard=row.shard,
-            status=row.status,
-            reason=row.reason,
-            shapes=[row.shape],
-            origins=[Origin(row.structure, row.loss_scale, row.whole_shape)],
-            numbers=numbers,
-            portion=row.portion,
-            statistics=row.statistics,
-        )
-
-
-def make_batch(blocks: Sequence[RowBlock], schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
-    """Turn blocks of rows into one record batch; the time it takes hangs on the blocks more than on the rows.
-
-    Parameters
-    ----------
-    blocks : sequence of RowBlock
-        The rows.
-    schema : pyarrow.Schema
-        Of the recording; see `hookstore.schema.schema_with`.
-
-    Columns are made of buffers, as the Arrow format lays them out: ``pyarrow.array`` would import pandas, where there is one, in the middle of a training.
-    """
-    counts = [len(block.numbers) for block in blocks]
-    num_rows = sum(counts)
-    # (not by np.concatenate, which looks for a common dtype again for every block)
-    numbers = np.frombuffer(b"".join([block.numbers.tobytes() for block in blocks]), dtype=NUMBERS_DTYPE)
-    origins, origin_counts = zip(*(run for block in blocks for run in _runs(block.origins, block.numbers["origin"])), strict=True)
-    columns = []
-    statistics = _joined_statistics(blocks) if STATISTICS[0] in schema.names else None
-    for field in schema:
-        if statistics is not None and field.name in STATISTICS:
-            columns.append(_statistics_column(field.type, statistics[field.name], num_rows))
-        elif field.name == "shape":
-            columns.append(_shape_column(blocks))
-        elif field.name == "nbytes":
-            columns.append(_plain_column(field.type, b"".join(map(_nbytes, blocks)), num_rows))
-        elif field.name == "loss_scale":
-            scales = np.repeat([np.nan if origin.loss_scale is None else origin.loss_scale for origin in origins], origin_counts)
-            known = np.packbits(np.repeat([origin.loss_scale is not None for origin in origins], origin_counts), bitorder="little")
-            columns.append(_plain_column(field.type, scales, num_rows, known))
-        elif field.name in ("structure", "whole_shape"):
-            columns.append(_text_column([getattr(origin, field.name).encode() for origin in origins], origin_counts))
-        elif field.name in _NUMBERS:
-            columns.append(_plain_column(field.type, np.ascontiguousarray(numbers[field.name]), num_rows))
-        elif field.type == pa.string():
-            columns.append(_text_column([getattr(block, field.name).encode() for block in blocks], counts))
-        else:  # rank and attempt
-            values = np.repeat(np.array([getattr(block, field.name) for block in blocks], dtype="<i4"), counts)
-            columns.append(_plain_column(field.type, values, num_rows))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _joined_statistics(blocks: Sequence[RowBlock]) -> npt.NDArray[Any]:
-    """Return the statistics of all rows."""
-    missing = NO_STATISTICS.tobytes()
-    contents = [missing * len(block.numbers) if block.statistics is None else block.statistics.tobytes() for block in blocks]
-    return np.frombuffer(b"".join(contents), dtype=STATISTICS_DTYPE)
-
-
-def _statistics_column(kind: pa.DataType, values: npt.NDArray[Any], num_rows: int) -> pa.Array:
-    """Make a column of one statistic, with a null where it is undefined or there is none."""
-    is_known = values >= 0 if pa.types.is_integer(kind) else ~np.isnan(values)
-    return _plain_column(kind, np.ascontiguousarray(values), num_rows, np.packbits(is_known, bitorder="little"))
-
-
-def _plain_column(kind: pa.DataType, values: npt.NDArray[Any] | bytes, num_rows: int, known: npt.NDArray[Any] | None = None) -> pa.Array:
-    return pa.Array.from_buffers(kind, num_rows, [None if known is None else pa.py_buffer(known), pa.py_buffer(values)])
-
-
-def _text_column(texts: Sequence[bytes], counts: Sequence[int]) -> pa.Array:
-    """Make a column of each text as often as it counts."""
-    offsets = _offsets(np.repeat([len(text) for text in texts], counts))
-    contents = b"".join([text * count for text, count in zip(texts, counts, strict=True)])
-    return pa.Array.from_buffers(pa.string(), sum(counts), [None, pa.py_buffer(offsets), pa.py_buffer(contents)])
-
-
-def _shape_column(blocks: Sequence[RowBlock]) -> pa.Array:
-    lengths, counts, contents = [], [], []
-    for block in blocks:
-        for shape, count in _runs(block.shapes, block.numbers["shape"]):
-            lengths.append(len(shape))
-            counts.append(count)
-            contents.append(struct.pack(f"<{len(shape)}q", *shape) * count)
-    offsets = _offsets(np.repeat(lengths, counts))
-    values = _plain_column(pa.int64(), b"".join(contents), int(offsets[-1]))
-    return pa.Array.from_buffers(pa.list_(pa.int64()), len(offsets) - 1, [None, pa.py_buffer(offsets)], children=[values])
-
-
-def _runs(values: Sequence[Value], positions: npt.NDArray[Any]) -> Iterable[tuple[Value, int]]:
-    """Return what the positions count through, in their order, and how many in a row are the same."""
-    if len(values) == 1:
-        return [(values[0], len(positions))]
-    return [(values[position], len(list(run))) for position, run in itertools.groupby(positions.tolist())]
-
-
-def _offsets(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    offsets = np.zeros(len(lengths) + 1, dtype="<i4")
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _nbytes(block: RowBlock) -> bytes:
-    """Return the bytes of each row's tensor as int64, little-endian."""
-    itemsize = DTYPES[block.dtype].itemsize if block.status == "ok" and block.dtype else 0
-    return b"".join(
-        [struct.pack("<q", math.prod(shape) * itemsize) * count for shape, count in _runs(block.shapes, block.numbers["shape"])]
-    )
-
-
-class ShardRows:
-    """The rows of one shard, kept until it is sealed.
-
-    Parameters
-    ----------
-    spool : Spool
-        Holds all but the newest.
-    schema : pyarrow.Schema
-        Of the recording.
-    """
-
-    def __init__(self, spool: Spool, schema: pa.Schema = SCHEMA) -> None:
-        self._schema = schema
-        self._has_statistics = STATISTICS[0] in schema.names
-        self._numbers = SpooledRecords(spool, _WITH_STATISTICS_DTYPE if self._has_statistics else NUMBERS_DTYPE)
-        self._shapes: dict[tuple[int, ...], int] = {}
-        self._origins: dict[Origin, int] = {}
-        self._first: RowBlock | None = None
-
-    def append(self, block: RowBlock) -> None:
-        """Add rows of the shard."""
-        if self._first is None:
-            self._first = replace(block, numbers=block.numbers[:0], statistics=None)
-        positions = [self._shapes.setdefault(shape, len(self._shapes)) for shape in block.shapes]
-        numbers = block.numbers.copy()
-        numbers["shape"] = np.array(positions, dtype="<u4")[numbers["shape"]]
-        origins = [self._origins.setdefault(origin, len(self._origins)) for origin in block.origins]
-        numbers["origin"] = np.array(origins, dtype="<u4")[numbers["origin"]]
-        if self._has_statistics:
-            records = np.empty(len(numbers), dtype=_WITH_STATISTICS_DTYPE)
-            records["numbers"] = numbers
-            records["statistics"] = NO_STATISTICS if block.statistics is None else block.statistics
-            numbers = records
-        self._numbers.append(numbers)
-
-    @property
-    def batches(self) -> list[pa.RecordBatch]:
-        """The rows in their order."""
-        if self._first is None:
-            return []
-        records = self._numbers.read()
-        numbers, statistics = records, None
-        if self._has_statistics:
-            numbers, statistics = np.ascontiguousarray(records["numbers"]), np.ascontiguousarray(records["statistics"])
-        block = replace(self._first, shapes=list(self._shapes), origins=list(self._origins), numbers=numbers, statistics=statistics)
-        return [make_batch([block], self._schema)]
-
-    def clear(self) -> None:
-        """Forget the rows."""
-        self._numbers.clear()
 
 
 def rows_to_stream(batches: Iterable[pa.RecordBatch], earlier: bytes = b"") -> bytes:
@@ -374,7 +94,7 @@ def stream_to_rows(stream: bytes) -> list[pa.RecordBatch]:
     schema = None if first is None else pa.ipc.read_schema(first)
     if schema is None or not is_known(schema):
         raise ValueError("the rows have another schema")
-    return [_read_batch(message, schema) for message in messages]
+    return [read_batch(message, schema) for message in messages]
 
 
 def stream_to_table(stream: bytes, path: str) -> pa.Table:
@@ -386,8 +106,8 @@ def stream_to_table(stream: bytes, path: str) -> pa.Table:
         If they make no sense.
     """
     try:
-        return _checked(table_of(stream_to_rows(stream))) if stream else SCHEMA.empty_table()
-    except _NONSENSE as error:
+        return checked(table_of(stream_to_rows(stream))) if stream else SCHEMA.empty_table()
+    except NONSENSE as error:
         raise CorruptRunError(f"shard {path} carries rows that no writer of this format wrote: {error}", path=path) from error
 
 
@@ -627,11 +347,11 @@ def read_segment(contents: bytes) -> Segment:
             if not is_known(schema):
                 raise ValueError("it has another schema")
         elif kind == FRAME_ROWS and schema is not None:
-            batches.append(_read_batch(pa.ipc.read_message(pa.py_buffer(payload)), schema))
+            batches.append(read_batch(pa.ipc.read_message(pa.py_buffer(payload)), schema))
         elif kind == FRAME_SYNC:
             num_durable = struct.unpack(SYNC_FORMAT, payload)[0]
         position = end
-    _check_times(table_of(batches))
+    check_times(table_of(batches))
     return Segment(batches, num_durable, damaged[0] if damaged else position, tuple(damaged))
 
 
@@ -642,43 +362,6 @@ def _has_frame_at(contents: bytes, start: int) -> bool:
     length, _kind, crc = struct.unpack_from(FRAME_FORMAT, contents, start)
     payload = contents[start + FRAME_BYTES : start + FRAME_BYTES + length]
     return len(payload) == length and bool(crc32c(payload, crc32c(contents[start : start + 8])) == crc)
-
-
-def _read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
-    """Read rows from an Arrow message, unless they are compressed: nothing here ever is, and unpacking takes any amount of memory."""
-    if message.type != "record batch":
-        raise ValueError(f"there is a {message.type} where rows are expected")
-    if _is_compressed(message.metadata.to_pybytes()):
-        raise ValueError("the rows are compressed")
-    return _checked(pa.ipc.read_record_batch(message, schema))
-
-
-def _is_compressed(metadata: bytes) -> bool:
-    """Say whether the record batch that a Flatbuffer describes (Message.fbs of Arrow, checked by Arrow) has the field ``compression``."""
-    header = _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
-    header += struct.unpack_from("<I", metadata, header)[0]
-    return _flatbuffer_field(metadata, header, 3) != 0
-
-
-def _flatbuffer_field(contents: bytes, table: int, number: int) -> int:
-    """Return where a field of a table begins, or 0 if it has none."""
-    fields = table - struct.unpack_from("<i", contents, table)[0]
-    num_bytes = struct.unpack_from("<H", contents, fields)[0]
-    place = 4 + 2 * number
-    start = struct.unpack_from("<H", contents, fields + place)[0] if place < num_bytes else 0
-    return int(table + start) if start else 0
-
-
-def _checked(rows: pa.RecordBatch | pa.Table, *, is_coded: bool = False) -> pa.RecordBatch | pa.Table:
-    """Return rows in a schema of the manifest; Arrow trusts what it reads unless it is asked to look."""
-    rows.validate(full=True)
-    cast = widened(rows, is_coded=is_coded)
-    if (
-        any(cast.column(field.name).null_count for field in cast.schema if not field.nullable)
-        or pc.list_flatten(cast.column("shape")).null_count
-    ):
-        raise ValueError("there are nulls where the schema has none")
-    return cast
 
 
 def read_manifest(run_path: str) -> pa.Table:
@@ -846,113 +529,12 @@ def load_segment(path: str) -> tuple[bytes, Segment]:
         If it holds what no writer of this format wrote.
     """
     try:
-        contents = read_small(path, _MOST_PIECE_BYTES)
+        contents = read_small(path, MOST_PIECE_BYTES)
         return contents, read_segment(contents)
     except (FileNotFoundError, CorruptRunError):
         raise
-    except _NONSENSE as error:
+    except NONSENSE as error:
         raise CorruptRunError(f"journal segment {path} holds what no writer of this format wrote: {error}", path=path) from error
-
-
-def _check_sizes(contents: bytes) -> None:
-    """Look at what a Parquet file says it unpacks to before any of it is unpacked.
-
-    Arrow's own access to this would end the process at some of what a footer may hold, so that it is read here.
-    """
-    num_bytes = int.from_bytes(contents[-8:-4], "little")
-    if not 0 < num_bytes <= min(_MOST_FOOTER_BYTES, len(contents) - 8):
-        raise ValueError(f"its footer of {num_bytes:,} bytes is too long")
-    try:
-        footer = _read_thrift(contents[-8 - num_bytes : -8], 0, _STRUCT)[0]
-        num_rows, groups = footer[3], footer[4]
-        nums_columns = {len(group[1]) for group in groups}
-        if not 0 <= num_rows <= _MOST_PIECE_ROWS or len(groups) > _MOST_ROW_GROUPS or nums_columns - NUMS_COLUMNS:
-            raise ValueError(f"it has {num_rows:,} rows in {len(groups):,} groups of other columns")
-        for column in (column[3] for group in groups for column in group[1]):
-            if not 0 <= column[5] <= (num_rows + 1) * _MOST_DIMS or not 0 <= column[6] <= _MOST_PIECE_BYTES:
-                raise ValueError(f"a column has {column[5]:,} values in {column[6]:,} bytes")
-    except (IndexError, AttributeError) as error:
-        raise ValueError("its footer is torn") from error
-
-
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
-_WHOLE = (4, 5, 6)
-_DEEPEST = 16
-
-
-def _read_thrift(contents: bytes, at: int, kind: int, depth: int = 0) -> tuple[Any, int]:  # noqa: C901, PLR0912  # a branch for each kind
-    """Read a value in Thrift's compact protocol: structures as dictionaries by field; returns it, and where the next one begins."""
-    if depth > _DEEPEST:
-        raise ValueError("its footer is too deep")
-    if kind in _WHOLE:
-        number, at = _read_varint(contents, at)
-        return number >> 1 ^ -(number & 1), at
-    if kind == _BINARY:
-        length, at = _read_varint(contents, at)
-        return length, at + length
-    if kind in (_TRUE, _FALSE, _BYTE):
-        return contents[at], at + 1
-    if kind == _DOUBLE:
-        return None, at + 8
-    if kind in (_LIST, _SET):
-        count, inner = contents[at] >> 4, contents[at] & 15
-        at += 1
-        if count == 15:
-            count, at = _read_varint(contents, at)
-        values = []
-        for _ in range(count):
-            value, at = _read_thrift(contents, at, inner, depth + 1)
-            values.append(value)
-        return values, at
-    if kind != _STRUCT:
-        raise ValueError(f"its footer has something of kind {kind}")
-    fields: dict[int, Any] = {}
-    number = 0
-    while head := contents[at]:
-        at += 1
-        if head >> 4:
-            number += head >> 4
-        else:
-            number, at = _read_thrift(contents, at, 4)
-        inner = head & 15
-        if inner in (_TRUE, _FALSE):
-            fields[number] = inner == _TRUE
-        else:
-            fields[number], at = _read_thrift(contents, at, inner, depth + 1)
-    return fields, at + 1
-
-
-def _read_varint(contents: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while True:
-        byte = contents[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("its footer has a number that is too long")
-
-
-def _check_times(rows: pa.Table) -> None:
-    """Refuse times that Python does not have; nobody could list the rows."""
-    times = pc.min_max(rows.column("wall_time").cast(pa.int64())).as_py()
-    if rows.num_rows and not _LEAST_TIME <= times["min"] <= times["max"] <= _MOST_TIME:
-        raise ValueError("there are times outside the years 1 to 9999")
-
-
-def _check_texts(rows: pa.Table) -> None:
-    """Make sure that rows whose texts are coded do not become far too many bytes where the texts are written out."""
-    num_bytes = 0
-    for name in TEXT_COLUMNS:
-        for chunk in rows.column(name).chunks if name in rows.schema.names else ():
-            lengths = np.diff(
-                np.from_dlpack(pa.Array.from_buffers(pa.int32(), len(chunk.dictionary) + 1, [None, chunk.dictionary.buffers()[1]]))
-            )
-            num_bytes += int(lengths[np.from_dlpack(chunk.indices)].sum()) if len(chunk) else 0
-    if num_bytes > _MOST_PIECE_BYTES:
-        raise ValueError(f"its texts have {num_bytes:,} bytes")
 
 
 def code_rows(rows: pa.Table) -> pa.Table:
@@ -970,22 +552,22 @@ def load_part(path: str, crc: int) -> pa.Table:
         If it does not match the checksum, or makes no sense.
     """
     try:
-        contents = read_small(path, _MOST_PIECE_BYTES)
+        contents = read_small(path, MOST_PIECE_BYTES)
         found = crc32c(contents)
         if found != crc:
             raise CorruptRunError(
                 f"manifest part {path} has crc32c {found:#010x}, its name says {crc:#010x}; it was damaged after it was written", path=path
             )
-        _check_sizes(contents)
+        check_sizes(contents)
         # (pyarrow's read_table would first import its data sets, which takes twice as long as a million rows)
         texts = [name for name in TEXT_COLUMNS if name in pq.read_schema(pa.BufferReader(contents)).names]
         part = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts, page_checksum_verification=True)
-        rows = _checked(part.read(), is_coded=True)
-        _check_times(rows)
-        _check_texts(rows)
+        rows = checked(part.read(), is_coded=True)
+        check_times(rows)
+        check_texts(rows)
     except (FileNotFoundError, CorruptRunError):
         raise
-    except _NONSENSE as error:
+    except NONSENSE as error:
         raise CorruptRunError(f"manifest part {path} holds what no writer of this format wrote: {error}", path=path) from error
     return rows
 

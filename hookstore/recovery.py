@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from hookstore.arrays import ArrayStore
+from hookstore.blocks import RowBlock, make_batch
 from hookstore.dimensions import is_coordinate
 from hookstore.errors import CorruptRunError
 from hookstore.files import leads_outside, list_names, sync_directory, sync_paths, system, write_new
@@ -49,13 +50,11 @@ from hookstore.format import (
 from hookstore.lock import STALE_S, Owner, RunLock
 from hookstore.manifest import (
     Key,
-    RowBlock,
     RowGroups,
     code_rows,
     join_pieces,
     load_part,
     load_segment,
-    make_batch,
     missing_keys,
     rows_to_stream,
     stream_to_table,

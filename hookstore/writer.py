@@ -30,6 +30,7 @@ from crc32c import crc32c
 
 from hookstore.agenda import ONLY
 from hookstore.arrays import ArrayStore
+from hookstore.blocks import NUMBERS_DTYPE, Origin, RowBlock, ShardRows, make_batch
 from hookstore.clock import Coordinates
 from hookstore.codecs import compressor
 from hookstore.errors import RecorderBusyError, RecorderClosedError, name_error
@@ -38,7 +39,7 @@ from hookstore.flight import Event, Flight, row_of_batch
 from hookstore.format import CRC_BYTES, JOURNAL_DIR, LAYERS_DIR, PAGE_BYTES, SUMMARIZED, Row, align
 from hookstore.layout import Array, Draft
 from hookstore.lock import RunLock
-from hookstore.manifest import NUMBERS_DTYPE, ManifestWriter, Origin, RowBlock, ShardRows, make_batch, rows_to_stream
+from hookstore.manifest import ManifestWriter, rows_to_stream
 from hookstore.recovery import Leftover, Unsealed
 from hookstore.regions import NOTE, NOTE_DTYPE, Oversize, Piece, Region, region_statistics
 from hookstore.schema import SCHEMA

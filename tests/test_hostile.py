@@ -34,9 +34,10 @@ from torch import nn
 
 import hookstore
 from hookstore import shards as shards_module
+from hookstore.blocks import RowBlock, make_batch
 from hookstore.codecs import codec_metadata, compressor, decode
 from hookstore.format import FRAME_ROWS, FRAME_SCHEMA, Row, part_name, segment_name
-from hookstore.manifest import SCHEMA, RowBlock, code_rows, encode_part, load_part, make_batch, read_manifest, read_segment, stream_to_rows
+from hookstore.manifest import SCHEMA, code_rows, encode_part, load_part, read_manifest, read_segment, stream_to_rows
 from hookstore.rows import RowIndex
 from hookstore.shards import ShardReader, crc32c, read_sealed
 

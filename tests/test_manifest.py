@@ -15,13 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from crc32c import crc32c
 
-from hookstore import manifest
+from hookstore import blocks, manifest
 from hookstore.errors import CorruptRunError
 from hookstore.format import DTYPES, FRAME_BYTES, FRAME_ROWS, FRAME_SCHEMA, FRAME_SYNC, MANIFEST_COLUMNS, Row, part_name, segment_name
 from hookstore.manifest import (
     SCHEMA,
     ManifestWriter,
-    RowBlock,
     encode_part,
     read_manifest,
     read_segment,
@@ -61,7 +60,7 @@ def make_row(number: int, **changes: object) -> Row:
 
 
 def make_batch(rows: Sequence[Row]) -> pa.RecordBatch:
-    return manifest.make_batch([RowBlock.of(row) for row in rows])
+    return blocks.make_batch([blocks.RowBlock.of(row) for row in rows])
 
 
 def make_rows(start: int, stop: int) -> pa.RecordBatch:
