@@ -78,7 +78,7 @@ class Taps:
         for number in self._layers:
             LAYERS.pop(number, None)
         Traced.is_any = Traced.is_any and bool(LAYERS)
-        Settings.turn(num_layers=len(LAYERS))
+        Settings.turn()
 
 
 # In the trace -----------------------------------------------------------------------------------------------------

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 import types
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +19,7 @@ from hookstore.errors import UnsupportedModelError
 from hookstore.operators import LAYERS
 
 _log = logging.getLogger("hookstore")
+_GUARDS = "skip_nnmodule_hook_guards"
 
 
 _followers: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a method `pin`
@@ -28,36 +32,72 @@ def follow(follower: Any) -> None:
     meet_compiler()
 
 
+class _Changes(NamedTuple):
+    """What has been changed of the compiler's settings: for how many layers, and whether for edits; what they were, and what they are."""
+
+    num_layers: int = 0
+    has_edits: bool = False
+    before: Mapping[str, Any] = MappingProxyType({})
+    by_us: Mapping[str, Any] = MappingProxyType({})
+
+
+_UNCHANGED = _Changes()
+
+
 class Settings:
-    """What the compiler is asked to do otherwise while something is recorded, and its settings from before.
+    """What the compiler is asked to do otherwise while something is recorded or edited, and its settings from before.
 
     It leaves out guards on hooks by default: graphs belong to code, and that of one model would serve its twin. With them blocks of one class that are
     compiled one by one (``for block in blocks: block.compile()``) have each a graph of its own, where without hooks they share one: the compiler must not
     give up as many graphs earlier.
+
+    Torch keeps what is set for each thread by itself, earlier versions for all of them, and what has been changed is noted likewise. A thread that records
+    and edits nothing itself is met when it begins to compile, and has its own settings back when it does so after the end.
     """
 
-    num_layers = 0
-    before: dict[str, Any] = {}  # noqa: RUF012  # there is only one
-    set_by_us: dict[str, Any] = {}  # noqa: RUF012
+    _edits: weakref.WeakSet[Any] = weakref.WeakSet()  # noqa: RUF012  # there is only one
+    _of_thread: ContextVar[_Changes] = ContextVar("hookstore.compiler.Settings", default=_UNCHANGED)
+    _of_all = _UNCHANGED
 
     @classmethod
-    def turn(cls, *, num_layers: int) -> None:
-        """Have them set for what is compiled from now on while so many layers are recorded, or as they were before where there are none."""
+    def turn(cls) -> None:
+        """Have them set, on this thread, for what is recorded and edited now."""
         settings: Any = sys.modules.get("torch._dynamo.config")
-        if settings is None or num_layers == cls.num_layers or not hasattr(settings, "skip_nnmodule_hook_guards"):
+        if settings is None or not hasattr(settings, _GUARDS):
             return
-        cls.num_layers = num_layers
-        for name, value in cls.set_by_us.items():
+        is_of_thread = isinstance(getattr(settings._config.get(_GUARDS), "user_override", None), ContextVar)
+        changes = cls._of_thread.get() if is_of_thread else cls._of_all
+        num_layers, has_edits = len(LAYERS), bool(cls._edits)
+        if (num_layers, has_edits) == changes[:2]:
+            return
+        for name, value in changes.by_us.items():
             if getattr(settings, name) == value:  # otherwise the user has set it meanwhile
-                setattr(settings, name, cls.before[name])
-        cls.set_by_us = {}
+                setattr(settings, name, changes.before[name])
+        by_us: dict[str, Any] = {_GUARDS: False} if num_layers or has_edits else {}
         if num_layers:
-            cls.set_by_us["skip_nnmodule_hook_guards"] = False
-            for name in ("recompile_limit", "accumulated_recompile_limit"):
-                cls.set_by_us[name] = getattr(settings, name) * (1 + num_layers)
-        cls.before = {name: getattr(settings, name) for name in cls.set_by_us}
-        for name, value in cls.set_by_us.items():
+            by_us |= {name: getattr(settings, name) * (1 + num_layers) for name in ("recompile_limit", "accumulated_recompile_limit")}
+        changes = _Changes(num_layers, has_edits, {name: getattr(settings, name) for name in by_us}, by_us)
+        for name, value in by_us.items():
             setattr(settings, name, value)
+        if is_of_thread:
+            cls._of_thread.set(changes)
+        else:
+            cls._of_all = changes
+
+    @classmethod
+    def begin_edit(cls, edit: Any) -> None:
+        """Have guards as long as there is this edit; imports the compiler, which takes a second, since none may be missing in what it compiles first."""
+        importlib.import_module("torch._dynamo.config")
+        _keep_out()
+        weakref.finalize(edit, cls.turn).atexit = False  # (before the set hears of it: the last one told is called first)
+        cls._edits.add(edit)
+        meet_compiler()
+
+    @classmethod
+    def end_edit(cls, edit: Any) -> None:
+        """Have no guards for this edit any more."""
+        cls._edits.discard(edit)
+        cls.turn()
 
 
 class Traced:
@@ -68,6 +108,7 @@ class Traced:
 
 def compiling_begins(*_arguments: object) -> None:
     """Have all followers make ready, and refuse what cannot be recorded; called when the compiler begins, with whatever it tells."""
+    Settings.turn()
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if autograd is not None and Traced.is_any and (autograd.compiled_autograd_enabled or autograd.in_compiled_autograd_region):
         raise UnsupportedModelError(
@@ -86,7 +127,7 @@ def meet_compiler() -> bool:
     handler = getattr(callbacks, "callback_handler", None)
     if handler is None:
         return False
-    Settings.turn(num_layers=len(LAYERS))
+    Settings.turn()
     if compiling_begins in handler.start_callbacks:
         return False
     handler.register_start_callback(compiling_begins)

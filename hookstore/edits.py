@@ -6,13 +6,11 @@ gradients is known before any of them goes on.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 import threading
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
-from hookstore.compiler import Settings
 from hookstore.containers import Inputs
 from hookstore.errors import CaptureWarning, OptionError, UnsupportedModelError
 from hookstore.hooks import InertCopy, has_raised, is_traced
@@ -131,10 +128,6 @@ class Edit:
             for handle in self._ending:
                 handle.remove()
 
-    def pin(self) -> None:
-        """Have guards on hooks in what is being compiled."""
-        Guards.turn()
-
 
 def _refuse_number(option: str) -> None:
     """Raise; the compiler runs it, and traces nothing of it."""
@@ -144,45 +137,6 @@ def _refuse_number(option: str) -> None:
 
 
 _refuse_number._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does, which imports the compiler
-
-
-class Guards:
-    """Guards on hooks, which the compiler leaves out by default: graphs belong to code, and that of one module would serve its twin with an edit."""
-
-    _edits: weakref.WeakSet[Edit] = weakref.WeakSet()  # noqa: RUF012  # there is only one
-    _before: bool | None = None  # the compiler's setting, where it was changed
-
-    @classmethod
-    def begin(cls, edit: Edit) -> None:
-        """Have guards as long as there is this edit; imports the compiler, which takes a second, since none may be missing in what it compiles first."""
-        importlib.import_module("torch._dynamo.config")
-        weakref.finalize(edit, cls.turn).atexit = False  # (before the set hears of it: the last one told is called first)
-        cls._edits.add(edit)
-        cls.turn()
-
-    @classmethod
-    def end(cls, edit: Edit) -> None:
-        """Have no guards for this edit any more."""
-        cls._edits.discard(edit)
-        cls.turn()
-
-    @classmethod
-    def turn(cls) -> None:
-        """Set what the compiler is asked for; a recording that asks for the same notes what was before, and is told."""
-        settings: Any = sys.modules.get("torch._dynamo.config")
-        name = "skip_nnmodule_hook_guards"
-        if settings is None or not hasattr(settings, name) or bool(cls._edits) == (cls._before is not None):
-            return
-        is_recorded = name in Settings.set_by_us
-        if cls._edits:
-            cls._before = Settings.before[name] if is_recorded else getattr(settings, name)
-            wanted = False
-        else:
-            wanted, cls._before = bool(cls._before), None
-        if is_recorded:
-            Settings.before[name] = wanted
-        else:
-            setattr(settings, name, wanted)
 
 
 # In the graph -----------------------------------------------------------------------------------------------------

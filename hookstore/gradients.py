@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookstore.compiler import discard, follow
-from hookstore.edits import Edit, Guards, Number, PostHook, PreHook
+from hookstore.compiler import Settings, discard
+from hookstore.edits import Edit, Number, PostHook, PreHook
 from hookstore.errors import OptionError, UnsupportedModelError
 from hookstore.wrappers import is_container, unwrap
 
@@ -157,9 +157,8 @@ class GradientEdit:
     def __init__(self, module: nn.Module, edit: Edit) -> None:
         module = _check_module(module)
         self._edit = edit
-        Guards.begin(edit)
+        Settings.begin_edit(edit)
         discard()
-        follow(edit)
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(PreHook(edit), prepend=True, with_kwargs=True),
             module.register_forward_hook(PostHook(edit), always_call=True),
@@ -170,7 +169,7 @@ class GradientEdit:
         if self._handles:
             self._edit.end(self._handles)
             self._handles = []
-            Guards.end(self._edit)
+            Settings.end_edit(self._edit)
             discard()
 
     def __enter__(self) -> Self:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hookstore.compiler import Settings
+
 
 def _our_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("hookstore")}
@@ -64,9 +66,9 @@ def _no_syncs(monkeypatch):
 def _new_compiler():
     """Nothing is compiled before or left after; the compiler looks at the gradient of whatever it is given."""
     gc.collect()  # edits and recordings that tests have left
-    # Torch has these settings for each thread: a recording that was closed on another thread leaves those of this one.
-    torch._dynamo.config.skip_nnmodule_hook_guards = True
     torch._dynamo.reset()
+    Settings.turn()  # torch has settings for each thread: of a recording that was closed on another this one hears here
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
     with torch._dynamo.config.patch(error_on_recompile=False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield

@@ -12,6 +12,7 @@ import shutil
 import warnings
 import weakref
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -50,6 +51,11 @@ def path(tmp_path):
 
 def recording(model, path, **options):
     return hookstore.record(model, path, **{"buffer_bytes": 1 << 20, "kinds": KINDS, **options})
+
+
+def settings():
+    """What recordings change of the compiler's settings."""
+    return [getattr(torch._dynamo.config, name) for name in ("skip_nnmodule_hook_guards", "recompile_limit", "accumulated_recompile_limit")]
 
 
 def rows(path):
@@ -607,8 +613,8 @@ def test_many_blocks_of_one_class_that_are_compiled_one_by_one(tmp_path, fullgra
     def make():
         return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)])
 
-    limits = [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")]
-    assert limits[0] < 12, "the compiler would give up after fewer graphs"
+    before = settings()
+    assert before[1] < 12, "the compiler would give up after fewer graphs"
     model = make()
     twin = copy.deepcopy(model)
     for block in twin:
@@ -620,7 +626,40 @@ def test_many_blocks_of_one_class_that_are_compiled_one_by_one(tmp_path, fullgra
         batches()(twin, recorder)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12, "none has fallen back to eager"
     assert_same(rows(tmp_path / "compiled"), rows(tmp_path / "eager"))
-    assert [getattr(torch._dynamo.config, name) for name in ("recompile_limit", "accumulated_recompile_limit")] == limits
+    assert settings() == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["recorded first", "twin first"])
+def test_graphs_of_a_twin_do_not_serve_a_recorded_model_on_another_thread(tmp_path, order):
+    """Torch has settings of the compiler for each thread."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    models = (model, copy.deepcopy(model))
+    inputs = torch.ones(2, 4)
+    with ThreadPoolExecutor(1) as other:
+        before = other.submit(settings).result()
+        with recording(model, tmp_path / "run", kinds="activation") as recorder:
+            compiled = [torch.compile(one, backend="eager") for one in models]
+            for batch in range(2):
+                recorder.at(epoch=0, batch=batch)
+                for which in order:
+                    other.submit(compiled[which], inputs).result()
+        assert other.submit(settings).result() != before
+        other.submit(torch.compile(nn.Tanh(), backend="eager"), inputs).result()
+        assert other.submit(settings).result() == before, "as soon as that thread compiles again"
+    found = rows(tmp_path / "run")
+    assert sorted((key[0], key[5], key[9]) for key in found) == [("0", 0, "ok"), ("0", 1, "ok"), ("1", 0, "ok"), ("1", 1, "ok")]
+    assert all(np.array_equal(value, model[: int(key[0]) + 1](inputs).detach()) for key, value in found.items())
+
+
+def test_a_recording_that_is_closed_on_another_thread_leaves_the_compiler_as_it_was(path):
+    before = settings()
+    model = nn.Sequential(nn.Linear(4, 4))
+    recorder = recording(model, path)
+    assert settings() != before
+    with ThreadPoolExecutor(1) as other:
+        other.submit(recorder.close).result()
+    torch.compile(model, backend="eager")(torch.ones(2, 4))
+    assert settings() == before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

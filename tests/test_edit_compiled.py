@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -129,6 +130,23 @@ def test_graphs_of_a_twin_do_not_serve_an_edited_module(which):
         found.append(tensor.grad.item())
     edit.remove()
     assert found == ([-6, 2] if which == 0 else [2, -6])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0, 1, 0)], ids=["edited first", "twin first"])
+@pytest.mark.usefixtures("new_compiler")
+def test_graphs_of_a_twin_do_not_serve_an_edited_module_on_another_thread(order):
+    """Torch has settings of the compiler for each thread."""
+    blocks = [nn.Sequential(linear([2.0])) for _ in range(2)]
+
+    def gradient(which):
+        tensor = torch.ones(1, 1, requires_grad=True)
+        blocks[which](tensor).backward()
+        return tensor.grad.item()
+
+    with ThreadPoolExecutor(1) as other, scale_gradient(blocks[0][0], -3.0):
+        for block in blocks:
+            block.compile(backend="eager", fullgraph=True)
+        assert [other.submit(gradient, which).result() for which in order] == [-6 if which == 0 else 2 for which in order]
 
 
 @pytest.mark.parametrize("is_edited_first", [False, True])
